@@ -17,7 +17,7 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
@@ -164,7 +164,9 @@ def whole(graph: OperatorGraph, *, recompute: bool = False) -> Choices:
     """One device does it all, and again in backward where it is to recompute."""
     return {
         operator.name: Choice(
-            (REPLICATE,), recompute=recompute and role_of(operator) not in (Role.SOURCE, Role.LOSS)
+            (REPLICATE,),
+            recompute=recompute
+            and role_of(operator) not in (OperatorRole.SOURCE, OperatorRole.LOSS),
         )
         for operator in graph.operators
     }

@@ -47,7 +47,7 @@ from stratagem.executor.state.loss_scale import LossScale
 from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.operators.step_programs import inputs_of
@@ -283,7 +283,7 @@ class Interpreter:
             case Backward():
                 operator = self.program.operator(instruction.operator, instruction.microbatch)
                 shards = self._parts.shards_of(operator, instruction.microbatch, instruction.piece)
-                if role_of(operator) is Role.PREFIX:
+                if role_of(operator) is OperatorRole.PREFIX:
                     slices = self.program.slices
                     return prefix_actions.backward(instruction, operator, shards, slices, memory)
                 seat = self._parts.seat_of(operator.name)
@@ -326,7 +326,7 @@ class Interpreter:
         microbatch, program = instruction.microbatch, self.program
         operator = program.operator(instruction.operator, microbatch)
         seat = self._parts.seat_of(operator.name)
-        if role_of(operator) is Role.PREFIX:
+        if role_of(operator) is OperatorRole.PREFIX:
             parts = self._parts.before(operator, len(instruction.inputs))
             return prefix_actions.forward(instruction, operator, parts, seat, self._memory)
         shards = self._parts.shards_of(operator, microbatch, instruction.piece)

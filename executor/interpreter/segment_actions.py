@@ -104,7 +104,7 @@ class WideLeaves:
 
 
 @dataclass
-class Member:
+class SegmentMember:
     """An operator of a segment: its passes, and how it runs.
 
     `dtypes` are those of its weights, where they are known before.
@@ -143,7 +143,11 @@ def parts_of(value: str) -> str:
 
 
 def forward(
-    member: Member, links: Links, makers: Mapping[str, Member], memory: NamedValues, live: Live
+    member: SegmentMember,
+    links: Links,
+    makers: Mapping[str, SegmentMember],
+    memory: NamedValues,
+    live: Live,
 ) -> Action:
     """The action of a forward pass in a segment; autograd records what it does.
 
@@ -179,7 +183,7 @@ def _begins(backward: Backward, links: Links) -> bool:
     return bool(backward.seed) or any(set(n) - links.inside for n in backward.gradients)
 
 
-def _outside(member: Member, links: Links) -> list[tuple[str, Select]]:
+def _outside(member: SegmentMember, links: Links) -> list[tuple[str, Select]]:
     """The gradients of inputs that go outside the segment, and what those select of a value."""
     return [
         (name, select_of(read))
@@ -189,10 +193,10 @@ def _outside(member: Member, links: Links) -> list[tuple[str, Select]]:
 
 
 def _input(
-    member: Member,
+    member: SegmentMember,
     slot: int,
     links: Links,
-    makers: Mapping[str, Member],
+    makers: Mapping[str, SegmentMember],
     memory: NamedValues,
     live: Live,
 ) -> Read:
@@ -207,7 +211,9 @@ def _input(
     return lambda: read.view(read.part(values[name]))
 
 
-def _attached(member: Member, slot: int, maker: Member, links: Links, live: Live) -> Read:
+def _attached(
+    member: SegmentMember, slot: int, maker: SegmentMember, links: Links, live: Live
+) -> Read:
     """An input that another operator of the segment has made."""
     name, read = member.forward.inputs[slot].value, member.operator.inputs[slot]
     layout = maker.operator.outputs[maker.forward.outputs.index(name)].layout
@@ -230,7 +236,7 @@ def _attached(member: Member, slot: int, maker: Member, links: Links, live: Live
     return lambda: view.of(live[name])
 
 
-def _weight(member: Member, slot: int, links: Links, memory: NamedValues) -> Read:
+def _weight(member: SegmentMember, slot: int, links: Links, memory: NamedValues) -> Read:
     """How an operator comes by a weight: as a leaf of the graph, where it has a gradient.
 
     The leaf of a weight that lasts does so too; that of another would keep it from being freed.
@@ -270,7 +276,7 @@ def _weight(member: Member, slot: int, links: Links, memory: NamedValues) -> Rea
     return kept
 
 
-def _wider(member: Member, slot: int) -> torch.dtype | None:
+def _wider(member: SegmentMember, slot: int) -> torch.dtype | None:
     """The dtype of its running statistics, in which a batch norm reads other weights than it."""
     if member.operator.kind != "batch_norm":
         return None
@@ -278,7 +284,7 @@ def _wider(member: Member, slot: int) -> torch.dtype | None:
     return running if own not in (None, running) and slot < 2 else None
 
 
-def backward(members: Sequence[Member], links: Links, memory: NamedValues) -> Action:
+def backward(members: Sequence[SegmentMember], links: Links, memory: NamedValues) -> Action:
     """The action of the backward passes of a segment, whose operators come in their order."""
     starts = [(each.tape, total) for each in members for total in _totals(each, links, memory)]
     ends = [
@@ -342,13 +348,15 @@ def _add_weights(
         memory.add(name, made)
 
 
-def _trained(member: Member) -> list[str]:
+def _trained(member: SegmentMember) -> list[str]:
     """The weights of an operator that have gradients."""
     found = zip(member.forward.weights, member.backward.weights, strict=True)
     return [weight for weight, name in found if name is not None]
 
 
-def _totals(member: Member, links: Links, memory: NamedValues) -> list[Callable[[], Tensor]]:
+def _totals(
+    member: SegmentMember, links: Links, memory: NamedValues
+) -> list[Callable[[], Tensor]]:
     """The gradient with which backward begins at an operator, if it does."""
     if not _begins(member.backward, links):
         return []

@@ -20,7 +20,7 @@ from stratagem.executor.interpreter.operator_parts import OperatorParts
 from stratagem.executor.interpreter.segment_actions import (
     Links,
     Live,
-    Member,
+    SegmentMember,
     WideLeaves,
     parts_of,
 )
@@ -35,7 +35,7 @@ from stratagem.executor.program.instructions import (
 from stratagem.executor.program.segments import Segment, segments
 from stratagem.executor.state.gradient_lists import HANDFUL_BYTES
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Operator, shape_of
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
@@ -131,7 +131,7 @@ class _Segments:
         self._record_together(stops)
 
     def _is_refused(self, backward: Backward) -> bool:
-        return role_of(self._operator(backward)) is Role.PREFIX
+        return role_of(self._operator(backward)) is OperatorRole.PREFIX
 
     def _operator(self, instruction: Forward | Backward) -> Operator:
         return self._parts.program.operator(instruction.operator, instruction.microbatch)
@@ -196,11 +196,11 @@ class _Segments:
 
     def _member(
         self, number: int, backward: Backward, leaves: list[Tensor | None], wide: WideLeaves
-    ) -> Member:
+    ) -> SegmentMember:
         forward = self._instructions[number]
         assert isinstance(forward, Forward)
         operator, there = self._operator(forward), self._memory.values
-        return Member(
+        return SegmentMember(
             forward=forward,
             backward=backward,
             operator=operator,
@@ -264,7 +264,7 @@ class _Segments:
         self._made[run[0]] = act
 
 
-def _apart(members: Iterable[Member], inside: Set[str]) -> dict[str, int]:
+def _apart(members: Iterable[SegmentMember], inside: Set[str]) -> dict[str, int]:
     """Values of which several that read them within a segment select an index of one dim."""
     found: dict[str, Counter[int]] = defaultdict(Counter)
     for member in members:

@@ -20,7 +20,7 @@ from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.resharding_paths import Step
+from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 
 
 class Writer:
@@ -58,7 +58,7 @@ class Writer:
 
     def steps(
         self, sizes: tuple[int, ...], dtype: str, before: Placements, after: Placements
-    ) -> tuple[Step, ...]:
+    ) -> tuple[ReshardingStep, ...]:
         """The steps of a conversion, but for axes of one device."""
         path = self.context.path(self.stage, sizes, dtype, before, after)
         return tuple(step for step in path if self.mesh.shape[step.axis] > 1)
@@ -121,7 +121,7 @@ class Writer:
         return got
 
     def _meetings(
-        self, what: str, before: Placements, steps: Sequence[Step]
+        self, what: str, before: Placements, steps: Sequence[ReshardingStep]
     ) -> tuple[Meeting, ...]:
         """The collectives of a path in which this rank takes part."""
         placed = list(before)
@@ -213,7 +213,7 @@ class Writer:
         return value
 
 
-def _pair(step: Step) -> tuple[int, int] | None:
+def _pair(step: ReshardingStep) -> tuple[int, int] | None:
     """The two indices between which a step moves a tensor."""
     if isinstance(step.source, Pin) and isinstance(step.target, Pin):
         return step.source.index, step.target.index

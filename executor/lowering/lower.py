@@ -10,7 +10,7 @@ from stratagem.executor.lowering.weight_uses import Weights, WeightUse
 from stratagem.executor.program.instructions import Forward, Free, Instruction, Norm, Source
 from stratagem.executor.program.programs import LOSS, Program, RankProgram, Stored
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.plan.plan import Plan
@@ -96,7 +96,7 @@ def _check_statistics(context: Context) -> None:
     buffers = {each.name for each in context.graph.parameters if not each.trainable}
     for operator in context.graph.operators:
         kept = [weight.parameter for weight in operator.weights if weight.parameter in buffers]
-        if role_of(operator) is Role.BATCH_NORM and kept:
+        if role_of(operator) is OperatorRole.BATCH_NORM and kept:
             raise ValueError(
                 f"plan {context.plan.name!r}: operator {operator.name!r} keeps running statistics "
                 f"({kept[0]!r}), of which each of two homes would see half of the microbatches: "

@@ -30,10 +30,14 @@ from stratagem.simulator.schedules.macro_graph import transfer_name
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.parameter_homes import weight_share
 from stratagem.simulator.sharding.pieces_and_fusion import shares_conversion
-from stratagem.simulator.sharding.resharding_paths import Resharder, Step, shared_resharder
+from stratagem.simulator.sharding.resharding_paths import (
+    Resharder,
+    ReshardingStep,
+    shared_resharder,
+)
 from stratagem.simulator.stage.recompute_triggers import Triggers, triggers
 
-Paths = dict[tuple[object, ...], tuple[Step, ...]]
+Paths = dict[tuple[object, ...], tuple[ReshardingStep, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +190,7 @@ class Context:
 
     def path(
         self, stage: int, sizes: tuple[int, ...], dtype: str, before: Placements, after: Placements
-    ) -> tuple[Step, ...]:
+    ) -> tuple[ReshardingStep, ...]:
         """The steps that the simulator prices for a conversion on a stage's mesh."""
         key = (stage, sizes, dtype, before, after)
         if key not in self._paths:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from stratagem.executor.lowering.plan_context import Context
 from stratagem.executor.program.instructions import Backward, Operand
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 
 
@@ -40,7 +40,7 @@ class PrefixValues:
 
         What it reads of its `own` is noted for the later ones, if it does not run `again`.
         """
-        if role_of(self._graph.operators[i]) is not Role.PREFIX or own[0] is None:
+        if role_of(self._graph.operators[i]) is not OperatorRole.PREFIX or own[0] is None:
             return ()
         if not again:
             self._given[i, number] = own[0]
@@ -48,7 +48,7 @@ class PrefixValues:
 
     def backward(self, i: int, number: int, made: Backward) -> Backward:
         """The backward pass of operator `i`, with the gradients for and from other slices."""
-        if role_of(self._graph.operators[i]) is not Role.PREFIX:
+        if role_of(self._graph.operators[i]) is not OperatorRole.PREFIX:
             return made
         is_last = self._number == self._last
         before = tuple(self._later(i, each) for each in self._earlier(number))

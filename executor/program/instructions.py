@@ -17,7 +17,7 @@ from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.operators.operator import Layout
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.resharding_paths import Step
+from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 
 EVERYONE = -1
 """The stage of a meeting of all ranks."""
@@ -250,7 +250,7 @@ class Convert:
     sizes: tuple[int, ...]
     dtype: str
     before: Placements
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardingStep, ...]
     layout: Layout | None = None
     adds: bool = False
     later: bool = False

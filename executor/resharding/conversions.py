@@ -21,12 +21,16 @@ from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut
 from stratagem.simulator.graph.placement import FLAT, Pin, Shard
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.resharding_paths import Step
+from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, intersection
 
 
 def run_steps(
-    tensor: Tensor | None, spec: TensorSpec, steps: Sequence[Step], seat: Seat, comm: Communicator
+    tensor: Tensor | None,
+    spec: TensorSpec,
+    steps: Sequence[ReshardingStep],
+    seat: Seat,
+    comm: Communicator,
 ) -> Tensor | None:
     """Convert a tensor along a path of steps; every rank of the mesh calls this.
 
@@ -59,7 +63,7 @@ class Route:
     """
 
     def __init__(
-        self, spec: TensorSpec, steps: Sequence[Step], seat: Seat, comm: Communicator
+        self, spec: TensorSpec, steps: Sequence[ReshardingStep], seat: Seat, comm: Communicator
     ) -> None:
         self._spec, self._seat = spec, seat
         part = spec.part(seat)
@@ -195,7 +199,7 @@ class _Line:
     Steps to ranges of a box and back see a row of elements; `result` is the shape in the end.
     """
 
-    step: Step
+    step: ReshardingStep
     comm: Communicator
     group: Group
     index: int
@@ -261,7 +265,7 @@ class _Line:
         return torch.cat(list(pieces), dim)
 
 
-def _line(spec: TensorSpec, step: Step, seat: Seat, comm: Communicator) -> _Line | None:
+def _line(spec: TensorSpec, step: ReshardingStep, seat: Seat, comm: Communicator) -> _Line | None:
     """A step as the rank of `seat` sees it; None where it takes no part."""
     parts, later = spec.parts(seat, step.axis), spec.after(step).parts(seat, step.axis)
     in_rows = FLAT in (step.source, step.target)

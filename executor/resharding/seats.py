@@ -12,7 +12,7 @@ from torch import Tensor
 from stratagem.executor.communication.communicator import Group, Shape
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
-from stratagem.simulator.sharding.resharding_paths import Step
+from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, box_elements, part_at
 
 
@@ -50,7 +50,7 @@ class TensorSpec:
     dtype: torch.dtype
     placements: Placements
 
-    def after(self, step: Step) -> TensorSpec:
+    def after(self, step: ReshardingStep) -> TensorSpec:
         """The same tensor after `step`.
 
         Raises:

@@ -82,7 +82,7 @@ class StepOutcome:
         return errors
 
 
-class Step(Protocol):
+class ReferenceStep(Protocol):
     """Makes a step on one device, on a copy of the model, perhaps in another precision."""
 
     def __call__(
@@ -102,7 +102,7 @@ class Step(Protocol):
 class Reference:
     """What trains as a plan does, and what it is called."""
 
-    step: Step
+    step: ReferenceStep
     words: str
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stratagem.executor.watching.rank_place import Where
+from stratagem.executor.watching.rank_place import RunPoint
 
 PERIOD = 1.0
 """Seconds between two messages of a rank."""
@@ -79,7 +79,7 @@ class Beat:
     """
 
     count: int
-    where: Where
+    where: RunPoint
     host: str
     pid: int
     done: bool = False
@@ -101,7 +101,7 @@ class Judge:
         self._limits = limits
         self._counts = [0] * world_size
         self._quiet = [0] * world_size
-        self._places: dict[int, Where] = {}
+        self._places: dict[int, RunPoint] = {}
         self._periods = 0
         self._still = 0
         self._idle = 0
@@ -190,7 +190,7 @@ def _silenced(rank: int, periods: int, beat: Beat) -> Judgement:
     return Judgement(text, silent=rank)
 
 
-def _stalled(places: dict[int, Where], seconds: float) -> str:
+def _stalled(places: dict[int, RunPoint], seconds: float) -> str:
     """Who keeps the others waiting: ranks that wait for nobody, or else all of them."""
     busy = {rank: where for rank, where in places.items() if not where.waits}
     told = "; ".join(f"rank {rank} is at {where}" for rank, where in (busy or places).items())

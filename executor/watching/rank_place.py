@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Where:
+class RunPoint:
     """A point of a run.
 
     Example:
-        >>> str(Where(step=3, doing="fc1 sync", instruction=12))
+        >>> str(RunPoint(step=3, doing="fc1 sync", instruction=12))
         "step 3, instruction 12 'fc1 sync'"
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
     """Where a rank is now; written by the rank, read by the thread that watches."""
 
     def __init__(self) -> None:
-        self._outside = Where()
+        self._outside = RunPoint()
         self._interpreter: Interpreter | None = None
         self._expected: Expected | None = None
         self._last: StepRecord | None = None
@@ -77,10 +77,10 @@ class Place:
         idle: bool = False,
     ) -> None:
         """Say what is done now, outside the instructions of a step."""
-        self._outside = Where(step, doing, waits=waits, slow=slow, idle=idle)
+        self._outside = RunPoint(step, doing, waits=waits, slow=slow, idle=idle)
 
     @property
-    def now(self) -> Where:
+    def now(self) -> RunPoint:
         """The point that the rank is at."""
         outside, interpreter = self._outside, self._interpreter
         at = -1 if interpreter is None else interpreter.at
@@ -92,7 +92,7 @@ class Place:
         else:
             doing, waits = str(instructions[at]), interpreter.waits or _waits(instructions[at])
         expected = self._seconds(interpreter, at)
-        return Where(outside.step, doing, at, waits=waits, slow=False, expected=expected)
+        return RunPoint(outside.step, doing, at, waits=waits, slow=False, expected=expected)
 
     def _seconds(self, interpreter: Interpreter, at: int) -> float:
         """That an instruction may be expected to take.

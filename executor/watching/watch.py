@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from stratagem.executor.backends.rank_stores import WatchStore, watch_store
 from stratagem.executor.watching.judges import PERIOD, Beat, Follower, Judge, Limits, not_arrived
 from stratagem.executor.watching.process_activity import Activity, ranks_here, state_of
-from stratagem.executor.watching.rank_place import Place, Where
+from stratagem.executor.watching.rank_place import Place, RunPoint
 from stratagem.executor.watching.termination import TerminationSignal
 
 JUDGE_SECONDS = 0.25
@@ -235,7 +235,7 @@ class Watch:
         waited = time.monotonic() - self._alone
         return self._found() or (text if waited > self._limits.silent + 3 * PERIOD else None)
 
-    def _blame(self, error: RuntimeError, where: Where) -> str:
+    def _blame(self, error: RuntimeError, where: RunPoint) -> str:
         """Why the backend lost another rank, once that is known."""
         until = time.monotonic() + self._limits.silent + 3 * PERIOD
         while time.monotonic() < until:

@@ -26,7 +26,7 @@ from stratagem.simulator.plan.provenance import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class EnvironmentColumns:
     """The columns of an `Environment`."""
 
     device: str
@@ -52,7 +52,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimingRow(Measured, Where):
+class TimingRow(Measured, EnvironmentColumns):
     """A `TimingEntry`; `operator` is JSON text."""
 
     precision: str
@@ -61,7 +61,7 @@ class TimingRow(Measured, Where):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveRow(Measured, Where):
+class CollectiveRow(Measured, EnvironmentColumns):
     """A `CollectiveEntry`."""
 
     kind: str

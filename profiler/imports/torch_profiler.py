@@ -16,7 +16,7 @@ from stratagem.profiler.imports.trace_events import (
 )
 from stratagem.profiler.imports.traced_operators import (
     READERS,
-    Reading,
+    TracedCall,
     UnreadableError,
     is_whole,
     read_call,
@@ -122,7 +122,7 @@ def _readable(root: TraceCall) -> Iterator[TraceCall]:
 def _passes(
     trace: KinetoTrace,
     call: TraceCall,
-    reading: Reading,
+    reading: TracedCall,
     made_by: Mapping[tuple[Thread, int], TraceCall],
 ) -> dict[Direction, float] | str:
     """Seconds of both passes, or why they do not count."""

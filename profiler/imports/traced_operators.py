@@ -51,7 +51,7 @@ class UnreadableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Reading:
+class TracedCall:
     """A call as operators of ours (all of them run as it did), and what its backward has to make.
 
     `products` counts the matrix products of a whole backward pass, `gradients` the tensors that
@@ -64,7 +64,7 @@ class Reading:
     gradients: int = 0
 
 
-def read_call(call: TraceCall) -> Reading:
+def read_call(call: TraceCall) -> TracedCall:
     """The operators that a call of one of `READERS` stands for.
 
     Raises:
@@ -213,22 +213,22 @@ def _product_with(x: _Operand, weight: _Operand, bias: _Operand | None) -> Opera
     return b.finish(made)
 
 
-def _linear(given: _Arguments) -> Reading:
+def _linear(given: _Arguments) -> TracedCall:
     weight = given.tensor(1)
     bias = given.tensor(2) if given.has_tensor(2) else None
     _refuse_unless(len(weight.shape) == 2, "a weight that is no matrix")
     operator = _product_with(given.tensor(0), _transposed(weight), bias)
-    return Reading((operator,), given.precision, products=2)
+    return TracedCall((operator,), given.precision, products=2)
 
 
-def _addmm(given: _Arguments) -> Reading:
+def _addmm(given: _Arguments) -> TracedCall:
     bias, x, weight = (given.tensor(i) for i in range(3))
     _refuse_unless(given.constant(3, 1) == 1 == given.constant(4, 1), "beta or alpha is not 1")
     _refuse_unless(len(bias.shape) == 1, "an addend that is no bias")
-    return Reading((_product_with(x, weight, bias),), given.precision, products=2)
+    return TracedCall((_product_with(x, weight, bias),), given.precision, products=2)
 
 
-def _matmul(given: _Arguments) -> Reading:
+def _matmul(given: _Arguments) -> TracedCall:
     """A product; of two matrices it runs alike whether the second is a parameter or not."""
     left, right = given.tensor(0), given.tensor(1)
     _refuse_unless(min(len(left.shape), len(right.shape)) > 1, "a product with a vector")
@@ -236,29 +236,29 @@ def _matmul(given: _Arguments) -> Reading:
     operators = [b.finish(b.graph.matmul(b.input(left), b.input(right), name=_NAME))]
     if len(right.shape) == 2:
         operators.append(_product_with(left, right, None))
-    return Reading(tuple(operators), given.precision, products=2)
+    return TracedCall(tuple(operators), given.precision, products=2)
 
 
-def _layer_norm(given: _Arguments) -> Reading:
+def _layer_norm(given: _Arguments) -> TracedCall:
     b = _Builder()
     x = b.input(given.tensor(0))
     weight, bias = (b.parameter(given.tensor(i)) if given.has_tensor(i) else None for i in (2, 3))
     num_dims, eps = len(given.constant(1)), given.constant(4, 1e-5)
     made = b.graph.layer_norm(x, weight, bias, num_dims=num_dims, eps=eps, name=_NAME)
     gradients = 1 + (weight is not None) + (bias is not None)
-    return Reading((b.finish(made),), given.precision, gradients=gradients)
+    return TracedCall((b.finish(made),), given.precision, gradients=gradients)
 
 
-def _rms_norm(given: _Arguments) -> Reading:
+def _rms_norm(given: _Arguments) -> TracedCall:
     b = _Builder()
     x = b.input(given.tensor(0))
     weight = b.parameter(given.tensor(2)) if given.has_tensor(2) else None
     num_dims, eps = len(given.constant(1)), given.constant(3, _RMS_EPS)
     made = b.graph.rms_norm(x, weight, num_dims=num_dims, eps=eps, name=_NAME)
-    return Reading((b.finish(made),), given.precision)
+    return TracedCall((b.finish(made),), given.precision)
 
 
-def _batch_norm(given: _Arguments) -> Reading:
+def _batch_norm(given: _Arguments) -> TracedCall:
     b = _Builder()
     _refuse_unless(all(given.has_tensor(i) for i in range(1, 5)), "no weights or running values")
     made = b.graph.batch_norm(
@@ -269,21 +269,21 @@ def _batch_norm(given: _Arguments) -> Reading:
         eps=given.constant(7),
         name=_NAME,
     )
-    return Reading((b.finish(made),), given.precision, gradients=3)
+    return TracedCall((b.finish(made),), given.precision, gradients=3)
 
 
-def _softmax(given: _Arguments) -> Reading:
+def _softmax(given: _Arguments) -> TracedCall:
     _refuse_unless(given.constant(2) in (None, False), "a softmax in another precision")
     b = _Builder()
     made = b.graph.softmax(b.input(given.tensor(0)), dim=given.constant(1), name=_NAME)
-    return Reading((b.finish(made),), given.precision)
+    return TracedCall((b.finish(made),), given.precision)
 
 
 def _pair(value: Sequence[int]) -> tuple[int, int]:
     return value[0], value[-1]
 
 
-def _conv2d(given: _Arguments) -> Reading:
+def _conv2d(given: _Arguments) -> TracedCall:
     b = _Builder()
     _refuse_unless(len(given.tensor(0).shape) == 4, "an image without a batch")
     bias = b.parameter(given.tensor(2)) if given.has_tensor(2) else None
@@ -298,17 +298,17 @@ def _conv2d(given: _Arguments) -> Reading:
         name=_NAME,
     )
     gradients = 2 if bias is None else 3
-    return Reading((b.finish(made),), given.precision, gradients=gradients)
+    return TracedCall((b.finish(made),), given.precision, gradients=gradients)
 
 
-def _embedding(given: _Arguments) -> Reading:
+def _embedding(given: _Arguments) -> TracedCall:
     _refuse_unless(not given.constant(3) and not given.constant(4), "sparse or scaled gradients")
     b = _Builder()
     made = b.graph.embedding(b.input(given.tensor(1)), b.parameter(given.tensor(0)), name=_NAME)
-    return Reading((b.finish(made),), given.precision)
+    return TracedCall((b.finish(made),), given.precision)
 
 
-def _attention(given: _Arguments) -> Reading:
+def _attention(given: _Arguments) -> TracedCall:
     _refuse_unless(not given.constant(4, 0.0), "dropout")
     query, key, value = (given.tensor(i) for i in range(3))
     _refuse_unless(len(query.shape) in (3, 4), f"{len(query.shape)} dims")
@@ -322,10 +322,10 @@ def _attention(given: _Arguments) -> Reading:
         scale=given.constant(6),
         name=_NAME,
     )
-    return Reading((b.finish(made),), given.precision)
+    return TracedCall((b.finish(made),), given.precision)
 
 
-READERS: Mapping[str, Callable[[_Arguments], Reading]] = {
+READERS: Mapping[str, Callable[[_Arguments], TracedCall]] = {
     "aten::linear": _linear,
     "aten::addmm": _addmm,
     **dict.fromkeys(("aten::matmul", "aten::mm", "aten::bmm"), _matmul),
@@ -340,7 +340,7 @@ READERS: Mapping[str, Callable[[_Arguments], Reading]] = {
 """What reads the calls of each name; other calls are none of ours."""
 
 
-def is_whole(reading: Reading, nodes: Sequence[TraceCall]) -> bool:
+def is_whole(reading: TracedCall, nodes: Sequence[TraceCall]) -> bool:
     """Whether backward calls make every gradient that the profiler's do.
 
     The first layer of a model needs none of its input, for instance, and is then shorter.

@@ -24,7 +24,7 @@ class DeviceClock(Protocol):
         """Seconds between two stamps, once that work is done."""
 
 
-class HostClock:
+class CpuClock:
     """The clock of a CPU, which does all work at once.
 
     Like a rank of the executor, a process that times something keeps the memory that it frees.
@@ -73,7 +73,7 @@ def clock_of(device: torch.device) -> DeviceClock:
         ValueError: when it is neither a CPU nor a CUDA device that is there.
     """
     if device.type == "cpu":
-        return HostClock()
+        return CpuClock()
     if device.type == "cuda" and torch.cuda.is_available():
         return CudaClock(device)
     raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratagem.simulator.kernel_times.cost_model import tensor_bytes
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.kind_record import Role, Values
+from stratagem.simulator.operators.kinds.kind_record import InputValues, OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import Input, Layout, Operator, factor_sizes, shape_of
 from stratagem.simulator.operators.step_programs import references
@@ -98,14 +98,14 @@ class _Draw:
         operator, read = self.operator, self.operator.inputs[index]
         shape = _source_shape(read, operator.sizes)
         values = kind_of(operator).values.get(index)
-        if values is Values.ROWS:
+        if values is InputValues.ROWS:
             return self._below(_elements(operator, operator.weights[0].layout[:1]), shape)
-        if values is Values.CLASSES:
+        if values is InputValues.CLASSES:
             return self._below(_elements(operator, operator.inputs[0].layout[-1:]), shape)
-        if values is Values.COUNT:
+        if values is InputValues.COUNT:
             count = 1 + _elements(operator, operator.inputs[1].layout)
             return torch.full(shape, count, device=self.device)
-        if values is Values.TRUTHS or ("in", index) in _truths(operator):
+        if values is InputValues.TRUTHS or ("in", index) in _truths(operator):
             return self._below(2, shape).bool()
         return self._normal(shape, any(out.differentiable for out in operator.outputs))
 
@@ -138,7 +138,7 @@ def _source_shape(read: Input, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def _truths(operator: Operator) -> set[tuple[str, int]]:
     """The operands of an elementwise chain that must be bool."""
-    if role_of(operator) is not Role.CHAIN:
+    if role_of(operator) is not OperatorRole.CHAIN:
         return set()
     asked: list[Any] = []
     for function, arguments in operator.attributes["steps"]:

@@ -100,7 +100,7 @@ class PipelineWork:
     def _most_waiting(self) -> int:
         """How many ranks at most surely wait for one another, wherever the model is cut."""
         graph = self._models.situation.graph
-        working = [i for i, op in enumerate(graph.operators) if op.kind != "source"]
+        working = [i for i, op in enumerate(graph.operators) if not op.is_source]
         if all(pair in graph.gradient_edges for pair in itertools.pairwise(working)):
             return len(working)
         leading = {working[-1]}
@@ -116,7 +116,7 @@ class PipelineWork:
             again = self._again(model)
             before: dict[int, float] = {}
             for i, operator in enumerate(model.graph.operators):
-                if operator.kind != "source":
+                if not operator.is_source:
                     own = self._quickest(model, i, operator.name in again, most)
                     before[i] = own + max(
                         (before.get(p, 0.0) for p in self._flows_from[i]), default=0.0

@@ -31,7 +31,7 @@ from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.drawing.convergence_curve import convergence_curve
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import shape_of
 from stratagem.simulator.plan.plan import Plan
@@ -192,7 +192,7 @@ class SearchResult(SavedValue):
     def tokens_per_second(self) -> float:
         """Tokens that a second of training takes in; samples where the model embeds none."""
         for operator in self.graph.operators:
-            if role_of(operator) is Role.LOOKUP:
+            if role_of(operator) is OperatorRole.LOOKUP:
                 tokens = math.prod(shape_of(operator.inputs[0].layout, operator.sizes))
                 return tokens / self.simulation.step_time
         return self.graph.batch / self.simulation.step_time

@@ -23,7 +23,7 @@ from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.base.compiling import kernel
 from stratagem.simulator.hardware.resources import NUM_RESOURCES
-from stratagem.simulator.stage.stage_blocks import Role
+from stratagem.simulator.stage.stage_blocks import TaskRole
 
 PLAIN = NUM_RESOURCES
 """Stands for a resource where values count whatever they occupy."""
@@ -169,10 +169,10 @@ class BlockLookups:
         for place, task in enumerate(path, start=1):
             gate, role = int(self.block.gate[task]), roles[place]
             before = roles[place - 1]
-            counts = before is not Role.LAUNCH_CONVERSION
-            if role is Role.CONVERT:
+            counts = before is not TaskRole.LAUNCH_CONVERSION
+            if role is TaskRole.CONVERT:
                 counts = counts and before is not role
-            elif role is Role.CONVERT_BACK:
+            elif role is TaskRole.CONVERT_BACK:
                 counts = counts and roles[place + 1] is not role
             else:
                 counts = False

@@ -30,7 +30,7 @@ class _Searched:
 
 
 @dataclass(frozen=True)
-class _File:
+class _CheckpointFile:
     version: int
     arguments: str
     searched: dict[str, _Searched]
@@ -68,7 +68,9 @@ class SearchCheckpoint:
     def __post_init__(self) -> None:
         if self.path is None or not self.path.exists():
             return
-        found = decode(read_text(self.path, "checkpoint"), _File, f"checkpoint {self.path}")
+        found = decode(
+            read_text(self.path, "checkpoint"), _CheckpointFile, f"checkpoint {self.path}"
+        )
         if found.version != VERSION:
             raise ValueError(
                 f"checkpoint {self.path} has version {found.version}, this program reads "
@@ -97,7 +99,7 @@ class SearchCheckpoint:
         text = json.dumps(json.loads(searched.plan.to_json()), ensure_ascii=False)  # One line.
         bound = searched.bound if isfinite(searched.bound) else None
         self._done[key] = _Searched(text, searched.evaluations, bound, searched.shared_bound)
-        write_text(self.path, encode(_File(VERSION, self.arguments, self._done)))
+        write_text(self.path, encode(_CheckpointFile(VERSION, self.arguments, self._done)))
 
 
 def digest(*parts: Any) -> str:

@@ -19,7 +19,7 @@ from stratagem.simulator.drawing.memory_plot import COLOURS as MEMORY_COLOURS
 from stratagem.simulator.drawing.memory_plot import drawn_points
 from stratagem.simulator.drawing.timeline_plot import COLOURS, DARK
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.device_memory import MemoryTimeline
@@ -88,7 +88,7 @@ def _summary(result: SearchResult) -> str:
 def _figures(result: SearchResult) -> list[dict[str, str]]:
     simulation, cluster = result.simulation, result.plan.cluster
     capacity = min(rank.capacity for rank in simulation.memory)
-    tokens = any(role_of(op) is Role.LOOKUP for op in result.graph.operators)
+    tokens = any(role_of(op) is OperatorRole.LOOKUP for op in result.graph.operators)
     rows = [
         ("step", format_duration(simulation.step_time), simulation.error_in_words),
         (

@@ -15,11 +15,11 @@ from functools import cached_property
 from stratagem.searcher.space.strategies import dim_chains, expert_dims
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, Role
+from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
 
-_MULTIPLIES = (Role.ATTENTION, Role.PRODUCT)
+_MULTIPLIES = (OperatorRole.ATTENTION, OperatorRole.PRODUCT)
 """Roles of what multiplies activations with one another."""
 
 Member = tuple[str, str]
@@ -164,15 +164,19 @@ def _part(members: list[tuple[Operator, str]], experts: Mapping[str, str]) -> st
         if any(role_of(op) in _MULTIPLIES for op, _ in members):
             return "head_dim"
         return (
-            "channels" if any(role_of(op) is Role.CONVOLUTION for op, _ in members) else "hidden"
+            "channels"
+            if any(role_of(op) is OperatorRole.CONVOLUTION for op, _ in members)
+            else "hidden"
         )
     return members[0][1]
 
 
 def _is_vocabulary(operator: Operator, name: str) -> bool:
-    if role_of(operator) is Role.LOOKUP:
+    if role_of(operator) is OperatorRole.LOOKUP:
         return operator.dim(name).kind is DimKind.REDUCTION
-    return role_of(operator) is Role.LOSS and name not in factors(operator.inputs[1].layout)
+    return role_of(operator) is OperatorRole.LOSS and name not in factors(
+        operator.inputs[1].layout
+    )
 
 
 def _is_head(operator: Operator, name: str) -> bool:
@@ -184,9 +188,9 @@ def _is_head(operator: Operator, name: str) -> bool:
 
 
 def _is_length(operator: Operator, name: str) -> bool:
-    if role_of(operator) is Role.LOOKUP:
+    if role_of(operator) is OperatorRole.LOOKUP:
         return name in factors(operator.inputs[0].layout)
-    if role_of(operator) is Role.ATTENTION:
+    if role_of(operator) is OperatorRole.ATTENTION:
         return any(name in factors((read.layout[-2],)) for read in operator.inputs[:2])
     return False
 
@@ -194,7 +198,7 @@ def _is_length(operator: Operator, name: str) -> bool:
 def _is_feature(operator: Operator, name: str) -> bool:
     if role_of(operator) in POSITION_NORMS:
         return name in factors(operator.weights[0].layout) if operator.weights else False
-    return role_of(operator) is Role.LOOKUP and name in factors(operator.weights[0].layout)
+    return role_of(operator) is OperatorRole.LOOKUP and name in factors(operator.weights[0].layout)
 
 
 def _is_image(place: int) -> Part:

@@ -23,7 +23,7 @@ from stratagem.simulator.graph.placement import (
     smallest_shard,
     splits_of,
 )
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
 from stratagem.simulator.sharding.choice import Choice
@@ -298,7 +298,7 @@ def _joined(graph: OperatorGraph, found: dict[int, str], *, forward: bool) -> di
         if not forward:
             start, end = end, start
             pairs = {ours: theirs for theirs, ours in pairs.items()}
-        chain = role_of(graph.operators[end]) is Role.CHAIN
+        chain = role_of(graph.operators[end]) is OperatorRole.CHAIN
         if chain and start in seen and seen[start] in pairs:
             seen.setdefault(end, pairs[seen[start]])
     return seen

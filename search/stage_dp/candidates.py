@@ -87,7 +87,7 @@ def candidates(
     if limit < 1:
         raise ValueError(f"candidates: limit is {limit}; it must be at least 1")
     chain = chain_of(situation.graph)
-    search = _Search(
+    search = _CandidateSearch(
         chain, situation, limits or PipelineLimits(), tuple(schedules), tuple(layouts)
     )
     drafts = search.run()
@@ -98,7 +98,7 @@ def candidates(
 
 
 @dataclass(eq=False)
-class _Search:
+class _CandidateSearch:
     """One run over numbers of microbatches, stages and schedules."""
 
     chain: OperatorChain

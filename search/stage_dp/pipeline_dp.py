@@ -90,7 +90,7 @@ def solve(
     kernels.least_rest(options, counts, units, least_sum, least_work)
     need = np.array([0, *in_flight], dtype=np.int64)
     weights = np.array(objective, dtype=np.float64)
-    search = _Search(devices, options, counts, need, weights, least_sum, least_work)
+    search = _DpSearch(devices, options, counts, need, weights, least_sum, least_work)
     first = search.run(bound, only_best=True, num_stages=num_stages)
     if not first:
         return []
@@ -99,7 +99,7 @@ def solve(
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class _DpSearch:
     """The arrays of one dynamic program."""
 
     devices: Devices

@@ -109,7 +109,7 @@ def plot_timelines(
 
     if not timelines:
         raise ValueError("0 timelines: give at least one to draw")
-    heights = [_Rows.of(timeline).height for timeline in timelines]
+    heights = [_DrawnRows.of(timeline).height for timeline in timelines]
     inches = min(sum(max(height, 4) * LANE_INCHES + 0.75 for height in heights), MAX_INCHES)
     figure = plt.figure(figsize=(WIDTH_INCHES, inches), dpi=120, layout="constrained")
     # Notebooks show a figure that is returned; one that stays open as well they show twice.
@@ -128,7 +128,7 @@ def plot_timelines(
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _DrawnRows:
     """Where the lanes are, from top to bottom; the lanes of a group together.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Rows:
     height: float
 
     @classmethod
-    def of(cls, timeline: Timeline) -> _Rows:
+    def of(cls, timeline: Timeline) -> _DrawnRows:
         groups: dict[str, list[int]] = {}
         for lane, name in enumerate(timeline.lanes):
             groups.setdefault(lane_group(name), []).append(lane)
@@ -191,7 +191,7 @@ def _title(timeline: Timeline, first: Timeline) -> str:
 
 
 def _draw_frame(timeline: Timeline, ax: Axes, longest: float) -> None:
-    rows = _Rows.of(timeline)
+    rows = _DrawnRows.of(timeline)
     ax.set_xlim(0, longest * 1.004)
     ax.set_ylim(rows.height + 0.15, -0.15)
     # Of very many lanes as many get a label as have room for one.
@@ -226,7 +226,7 @@ def _draw_legend(timelines: Sequence[Timeline], ax: Axes, has_path: bool) -> Non
 
 def _draw_tasks(timeline: Timeline, ax: Axes, length: float) -> None:
     left, right = timeline.start * 1e-9 / length, timeline.end * 1e-9 / length
-    position = _Rows.of(timeline).position
+    position = _DrawnRows.of(timeline).position
     middle = position[timeline.lane]
     whole = np.full_like(position, timeline.duration / length)
     _draw_bars(ax, 0 * whole, whole, position, facecolors=IDLE_COLOUR, zorder=0.1)
@@ -274,7 +274,7 @@ def _draw_path(timeline: Timeline, path: StepPath, ax: Axes, length: float) -> N
     lane = np.array([numbers[task.lane] for task in path.tasks], dtype=np.int64)
     if not lane.size:
         return
-    bottom = _Rows.of(timeline).position[lane] + BAR_HEIGHT / 2
+    bottom = _DrawnRows.of(timeline).position[lane] + BAR_HEIGHT / 2
     moves = np.flatnonzero(np.diff(lane))
     first, last = np.append(0, moves + 1), np.append(moves, lane.size - 1)
     begin = np.array([task.start for task in path.tasks]) * 1e-9 / length

@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.saved_for_backward import (
     saved_inside,
@@ -92,7 +92,7 @@ def run_again(
     inside, may, found = set(inside), set(may), set[int]()
     for i in sorted(may, reverse=True):
         operator = graph.operators[i]
-        keeps_own = role_of(operator) is Role.LOSS or any(saved_inside(operator))
+        keeps_own = role_of(operator) is OperatorRole.LOSS or any(saved_inside(operator))
         read = [e for e in _dropped_reads(graph, i) if e.consumer in inside]
         if (
             keeps_own
@@ -127,12 +127,14 @@ def _attention_core(graph: OperatorGraph) -> set[int]:
     for i, operator in enumerate(graph.operators):
         made_by = {graph.index[read.source] for read in operator.inputs}
         role = role_of(operator)
-        chain = role is Role.CHAIN
-        if made_by & (weights if chain else scores) and (chain or role is Role.SOFTMAX):
+        chain = role is OperatorRole.CHAIN
+        if made_by & (weights if chain else scores) and (chain or role is OperatorRole.SOFTMAX):
             weights.add(i)
-        elif role is Role.PRODUCT or (chain and made_by & scores):
+        elif role is OperatorRole.PRODUCT or (chain and made_by & scores):
             scores.add(i)
-    core = weights | {i for i, o in enumerate(graph.operators) if role_of(o) is Role.ATTENTION}
+    core = weights | {
+        i for i, o in enumerate(graph.operators) if role_of(o) is OperatorRole.ATTENTION
+    }
     for i in sorted(scores, reverse=True):
         readers = {edge.consumer for edge in graph.readers[i]}
         if readers and readers <= core:

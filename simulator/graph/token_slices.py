@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Shard
 from stratagem.simulator.operators.kinds.attentions import PREFIX
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.kinds.sums_over_samples import Parts, add_shares, parts_of
 from stratagem.simulator.operators.operator import (
@@ -183,7 +183,9 @@ def token_dims(graph: OperatorGraph) -> tuple[TokenDims, ...]:
             later, an operator that mixes positions or has a parameter for each of them, or a loss
             that is no sum over tokens.
     """
-    attentions = [i for i, op in enumerate(graph.operators) if role_of(op) is Role.ATTENTION]
+    attentions = [
+        i for i, op in enumerate(graph.operators) if role_of(op) is OperatorRole.ATTENTION
+    ]
     if not attentions:
         raise ValueError(
             f"graph {graph.name!r} has no attention: token slices need a causal model"
@@ -260,7 +262,7 @@ class _Connected:
 
 
 def _is_kept(operator: Operator, slot: int) -> bool:
-    return role_of(operator) is Role.ATTENTION and slot in dict(_KEPT)
+    return role_of(operator) is OperatorRole.ATTENTION and slot in dict(_KEPT)
 
 
 def _position(attention: Operator, slot: int) -> str:
@@ -281,7 +283,7 @@ def _check_operator(graph: OperatorGraph, operator: Operator, dims: TokenDims) -
             f"{where} has positions ({min(dims.own & dims.seen)}) that both queries and keys of "
             "an attention are read by: token slices need them apart"
         )
-    if role_of(operator) is Role.ATTENTION:
+    if role_of(operator) is OperatorRole.ATTENTION:
         if not operator.attributes.get("causal"):
             raise ValueError(f"{where} looks at later positions: token slices need causal models")
         return
@@ -340,7 +342,7 @@ def prefix_name(attention: str, slot: int) -> str:
 
 def prefix_names(operator: Operator) -> tuple[str, ...]:
     """The prefixes in front of an operator: two of an attention."""
-    if role_of(operator) is not Role.ATTENTION:
+    if role_of(operator) is not OperatorRole.ATTENTION:
         return ()
     return tuple(prefix_name(operator.name, slot) for slot, _ in _KEPT)
 
@@ -357,7 +359,7 @@ def _token_slice(
     found: dict[str, TokenDims] = {}
     for operator, names in zip(graph.operators, dims, strict=True):
         cut = _cut(operator, names, stop - start, stop)
-        if role_of(operator) is Role.ATTENTION:
+        if role_of(operator) is OperatorRole.ATTENTION:
             prefixes = [_prefix(graph, cut, slot, stop - start) for slot, _ in _KEPT]
             operators += prefixes
             key = frozenset({_position(cut, 1)})

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from stratagem.simulator.graph.placement import Placements, local_elements, weight_placements
 from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.saved_for_backward import saved_inside
 from stratagem.simulator.operators.operator import Operator, factor_sizes, shape_of
@@ -67,7 +67,7 @@ def operator_footprint(
     own += rounded_bytes(operator, sizes, training)
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
     made = read * training.bytes_of("float32")
-    if role_of(operator) is Role.LOSS:
+    if role_of(operator) is OperatorRole.LOSS:
         own, made = _loss_bytes(math.prod(shape_of(operator.inputs[0].layout, sizes)), training)
     state = _state_bytes(operator, choice, uses, shape, training)
     return Footprint(

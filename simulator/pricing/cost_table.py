@@ -72,7 +72,7 @@ from stratagem.simulator.sharding.pieces_and_fusion import (
     piece_dim,
     shares_conversion,
 )
-from stratagem.simulator.sharding.resharding_paths import Step, shared_resharder
+from stratagem.simulator.sharding.resharding_paths import ReshardingStep, shared_resharder
 
 
 @dataclass(frozen=True, eq=False)
@@ -529,7 +529,7 @@ class TableBuilder:
         itemsize: int,
         sources: Sequence[Placements],
         targets: Sequence[Placements],
-        price: Callable[[Sequence[Step]], tuple[float, int]],
+        price: Callable[[Sequence[ReshardingStep]], tuple[float, int]],
     ) -> PricedTime:
         """(seconds, mask) of every conversion; of the many sources and targets most are equal."""
         (first, rows), (last, columns) = numbered(sources), numbered(targets)

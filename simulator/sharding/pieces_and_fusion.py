@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stratagem.simulator.graph.placement import Config, local_sizes
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
 
@@ -45,7 +45,9 @@ def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str 
 
 def fuses_forward(operator: Operator) -> bool:
     """Whether an operator's forward pass can run inside the conversion of its first input."""
-    return role_of(operator) is Role.CHAIN and not operator.weights and bool(operator.inputs)
+    return (
+        role_of(operator) is OperatorRole.CHAIN and not operator.weights and bool(operator.inputs)
+    )
 
 
 def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:

@@ -68,7 +68,7 @@ TRANSITIONS: dict[tuple[type[Placement], type[Placement]], Collective] = {
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardingStep:
     """One collective along `axis`; `elements` of a member, the more of before and after."""
 
     collective: Collective
@@ -96,12 +96,12 @@ class Resharder:
         self.shape = tuple(shape)
         self.links = tuple(links)
         self._graphs: dict[tuple[object, ...], _StateGraph] = {}
-        self._paths: dict[tuple[object, ...], tuple[Step, ...]] = {}
+        self._paths: dict[tuple[object, ...], tuple[ReshardingStep, ...]] = {}
         self._seconds: dict[tuple[Collective, int, int], float] = {}
 
     def path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
-    ) -> tuple[Step, ...]:
+    ) -> tuple[ReshardingStep, ...]:
         """The steps from `source` to `target` for a tensor with factors of `sizes`.
 
         Raises:
@@ -117,7 +117,7 @@ class Resharder:
 
     def _find_path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
-    ) -> tuple[Step, ...]:
+    ) -> tuple[ReshardingStep, ...]:
         if FLAT in source or FLAT in target:
             return self._flat_path(sizes, itemsize, source, target)
         pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
@@ -131,7 +131,7 @@ class Resharder:
 
     def _flat_path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
-    ) -> tuple[Step, ...]:
+    ) -> tuple[ReshardingStep, ...]:
         """Out of ranges of boxes and into them: axis after axis, with boxes between."""
         if _only_sums(source, target):
             moved = [axis for axis, placement in enumerate(source) if placement != target[axis]]
@@ -148,14 +148,14 @@ class Resharder:
 
     def _along(
         self, sizes: tuple[int, ...], state: Placements, axes: Sequence[int], target: Placement
-    ) -> tuple[Step, ...]:
+    ) -> tuple[ReshardingStep, ...]:
         """The steps that change some axes to `target`, one after the other."""
-        steps: list[Step] = []
+        steps: list[ReshardingStep] = []
         for axis in axes:
             after = _with(state, (axis,), target)
             elements = max(local_elements(sizes, each, self.shape) for each in (state, after))
             kind = TRANSITIONS[type(state[axis]), type(target)]
-            steps.append(Step(kind, axis, state[axis], target, elements))
+            steps.append(ReshardingStep(kind, axis, state[axis], target, elements))
             state = after
         return tuple(steps)
 
@@ -185,7 +185,7 @@ class Resharder:
             raise ValueError(f"a tensor with factors {sizes} has a conversion that leads nowhere")
         return graph.seconds[cells], graph.used[cells]
 
-    def mask(self, steps: Sequence[Step]) -> int:
+    def mask(self, steps: Sequence[ReshardingStep]) -> int:
         """The link classes that a path occupies: `INTRA_NODE` and `INTER_NODE` bits."""
         mask = 0
         for step in steps:
@@ -193,7 +193,7 @@ class Resharder:
                 mask |= link_mask(self.links[step.axis])
         return mask
 
-    def seconds(self, steps: Sequence[Step], itemsize: int) -> float:
+    def seconds(self, steps: Sequence[ReshardingStep], itemsize: int) -> float:
         """Time of a path: its collectives one after the other."""
         return sum(self._step_seconds(s.collective, s.elements * itemsize, s.axis) for s in steps)
 
@@ -204,7 +204,7 @@ class Resharder:
             self._seconds[key] = collective_time(collective, nbytes, self.shape[axis], link)
         return self._seconds[key]
 
-    def members(self, steps: Sequence[Step]) -> int:
+    def members(self, steps: Sequence[ReshardingStep]) -> int:
         """Members of all collectives of a path, each counted as often as it takes part."""
         return sum(self.shape[s.axis] for s in steps if s.collective is not Collective.SLICE)
 
@@ -230,7 +230,7 @@ class _StateGraph:
         self.shape, self.sizes = mesh.shape, sizes
         self.states = self._all_states(pins)
         self.number = {state: i for i, state in enumerate(self.states)}
-        self.steps: dict[tuple[int, int], Step] = {}
+        self.steps: dict[tuple[int, int], ReshardingStep] = {}
         elements = [local_elements(sizes, state, mesh.shape) for state in self.states]
         count = len(self.states)
         weights = np.full((count, count), np.inf)
@@ -240,19 +240,21 @@ class _StateGraph:
                 j = self.number.get((*state[:axis], target, *state[axis + 1 :]))
                 if j is not None:
                     kind = TRANSITIONS[type(state[axis]), type(target)]
-                    step = Step(kind, axis, state[axis], target, max(elements[i], elements[j]))
+                    step = ReshardingStep(
+                        kind, axis, state[axis], target, max(elements[i], elements[j])
+                    )
                     self.steps[i, j] = step
                     seconds[i, j] = mesh.seconds((step,), itemsize)
                     weights[i, j] = seconds[i, j] + STEP_OVERHEAD
         self.links = self._links(mesh)
         self.origins, self.seconds, self.used = shortest_paths(weights, seconds, self.links)
 
-    def path(self, source: Placements, target: Placements) -> tuple[Step, ...] | None:
+    def path(self, source: Placements, target: Placements) -> tuple[ReshardingStep, ...] | None:
         """The cheapest steps from `source` to `target`; None when there are none."""
         start, state = self.number.get(source), self.number.get(target)
         if start is None or state is None or self.origins[start, state] < 0:
             return None
-        steps: list[Step] = []
+        steps: list[ReshardingStep] = []
         while state != start:
             before = int(self.origins[start, state])
             steps.append(self.steps[before, state])

@@ -53,12 +53,12 @@ from stratagem.simulator.simulation.token_slice_memory import (
     sliced_tensors,
     with_waiting,
 )
-from stratagem.simulator.stage.stage_blocks import Role
+from stratagem.simulator.stage.stage_blocks import TaskRole
 from stratagem.simulator.stage.tails_of_backwards import SYNCS, UPDATES
 from stratagem.simulator.timeline.step_critical_path import Played, StepPath, step_path
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
 
-_ROLES = frozenset(Role)
+_ROLES = frozenset(TaskRole)
 _BESIDE = (
     SYNCED_BACKWARD,
     SYNCED_WEIGHT_GRADIENT,
@@ -170,7 +170,7 @@ def _block_rows(
     lanes: Sequence[str],
     offset: int,
     *,
-    roles: Collection[Role],
+    roles: Collection[TaskRole],
 ) -> Iterator[Row]:
     """What each lane does. Collectives inside a pass have its name and are put at its end."""
     stage, times = model.stages[item], model.block_times[item][kind]
@@ -193,13 +193,13 @@ def _block_rows(
                 yield Row(name, TaskKind.COMMUNICATION, lanes[resource], turn, end)
 
 
-def _inner_ns(table: CostTable, role: Role, operator: int) -> int:
+def _inner_ns(table: CostTable, role: TaskRole, operator: int) -> int:
     """What collectives inside a pass take of it."""
-    if role not in (Role.FORWARD, Role.RECOMPUTE, Role.BACKWARD):
+    if role not in (TaskRole.FORWARD, TaskRole.RECOMPUTE, TaskRole.BACKWARD):
         return 0
     row = table.row(operator)
-    inner = row.inner_backward if role is Role.BACKWARD else row.inner_forward
-    return int(inner[0]) * (int(row.pieces[0]) if role is Role.RECOMPUTE else 1)
+    inner = row.inner_backward if role is TaskRole.BACKWARD else row.inner_forward
+    return int(inner[0]) * (int(row.pieces[0]) if role is TaskRole.RECOMPUTE else 1)
 
 
 def _transfer_label(model: PlanModel, task: int) -> tuple[str, TaskKind, str]:
@@ -366,7 +366,7 @@ def _place_times(stage: StageModel, kind: int, times: Times, which: int) -> tupl
     """
     block = stage.cell_blocks[kind]
     order = stage.table.operators if kind == FORWARD else stage.table.operators[::-1]
-    role = {0: Role.FORWARD, 1: Role.BACKWARD, 2: Role.WEIGHT_GRADIENT}[which]
+    role = {0: TaskRole.FORWARD, 1: TaskRole.BACKWARD, 2: TaskRole.WEIGHT_GRADIENT}[which]
     copies = [c for c, task in enumerate(block.task) if block.block.roles[task] is role]
     if not copies:
         over = np.full(len(order), times.makespan)

@@ -205,7 +205,7 @@ def plan_model(
         apart=schedule.parts_updates,
         accumulates=schedule.accumulates,
     )
-    prices = _Prices(costs, memory or RowMemory(), shapes)
+    prices = _StagePrices(costs, memory or RowMemory(), shapes)
     sliced, graphs = pass_graphs(plan, graph)
     if schedule.stashes_weights:
         check_stashing(plan, graphs[0], crossing_ties(plan.stage_of, graphs[0]))
@@ -216,7 +216,7 @@ def plan_model(
     return replace(parts[0], plan=plan, stages=stages, slices=parts)
 
 
-class _Prices(NamedTuple):
+class _StagePrices(NamedTuple):
     """What all parts of a plan are priced by."""
 
     costs: CostModel
@@ -224,7 +224,7 @@ class _Prices(NamedTuple):
     shapes: StageShapes
 
 
-def _part(plan: Plan, small: OperatorGraph, prices: _Prices) -> PlanModel:
+def _part(plan: Plan, small: OperatorGraph, prices: _StagePrices) -> PlanModel:
     """A plan for the graph of a microbatch, or of a slice of its tokens."""
     schedule = plan.make_schedule()
     crossing = crossing_edges(plan.stage_of, small)

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from stratagem.simulator.graph.token_slices import OWN
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pricing.cost_table import CostTable
@@ -138,7 +138,7 @@ def _slice_tensors(model: PlanModel, stage: int, number: int) -> StageTensors:
 
 def _prefixes(part: StageModel) -> list[int]:
     operators = part.table.graph.operators
-    return [i for i in part.table.operators if role_of(operators[i]) is Role.PREFIX]
+    return [i for i in part.table.operators if role_of(operators[i]) is OperatorRole.PREFIX]
 
 
 def _own_bytes(part: StageModel, prefix: int) -> int:
@@ -189,7 +189,7 @@ def _kept_for_later(part: StageModel) -> Iterator[LivingTensor]:
     until = len(table.operators)
     seen: set[tuple[int, int]] = set()
     for edge, row in zip(table.edges, table.edge_row_of, strict=True):
-        if role_of(table.graph.operators[edge.consumer]) is not Role.PREFIX:
+        if role_of(table.graph.operators[edge.consumer]) is not OperatorRole.PREFIX:
             continue
         copied = int(table.edge_rows[row].copy_bytes[0, 0])
         made = edge.producer, edge.output

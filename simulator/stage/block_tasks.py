@@ -44,8 +44,8 @@ from stratagem.simulator.stage.stage_blocks import (
     Block,
     BlockDraft,
     Pool,
-    Role,
     StageBlocks,
+    TaskRole,
 )
 
 
@@ -71,7 +71,7 @@ def stage_blocks(
         stashes: whether every backward ends in an update; the last block also copies the weights
             before it, for microbatches that have seen them (PipeDream).
     """
-    writer = _Writer(table, bucket_bytes, inputs_first, stashes)
+    writer = _TaskWriter(table, bucket_bytes, inputs_first, stashes)
     forward = writer.forward()
     backward = writer.backward(parameters=True)
     parts: tuple[Block | None, Block | None] = (None, None)
@@ -82,10 +82,10 @@ def stage_blocks(
 
 
 _CONVERSIONS = {
-    SharedBy.THERE: (Role.CONVERT, "{0} → {1}"),
-    SharedBy.BACK: (Role.CONVERT_BACK, "{0} ← {1}"),
-    SharedBy.AGAIN: (Role.CONVERT_AGAIN, "{0} → {1} again"),
-    SharedBy.REGATHER: (Role.CONVERT_AGAIN, "{0} → {1} again"),
+    SharedBy.THERE: (TaskRole.CONVERT, "{0} → {1}"),
+    SharedBy.BACK: (TaskRole.CONVERT_BACK, "{0} ← {1}"),
+    SharedBy.AGAIN: (TaskRole.CONVERT_AGAIN, "{0} → {1} again"),
+    SharedBy.REGATHER: (TaskRole.CONVERT_AGAIN, "{0} → {1} again"),
 }
 
 
@@ -93,7 +93,7 @@ _CONVERSIONS = {
 class _Host:
     """The host of a block: it launches one kernel after the other, ahead of the device."""
 
-    writer: _Writer
+    writer: _TaskWriter
     draft: BlockDraft
     last: list[int] = field(default_factory=list)
 
@@ -103,7 +103,7 @@ class _Host:
             return []
         number = self.writer.pool.add(timed)
         label = f"{{0}} {what} launch"
-        self.last = [self.draft.operator_task(label, Role.LAUNCH, i, number, self.last)]
+        self.last = [self.draft.operator_task(label, TaskRole.LAUNCH, i, number, self.last)]
         return self.last
 
     def converts(self, k: int, by: SharedBy) -> list[int]:
@@ -112,13 +112,15 @@ class _Host:
         if launches is None:
             return []
         label, timed = f"{_CONVERSIONS[by][1]} launch", launches.of(by)
-        task = self.writer.pair(self.draft, k, label, Role.LAUNCH_CONVERSION, timed, self.last, by)
+        task = self.writer.pair(
+            self.draft, k, label, TaskRole.LAUNCH_CONVERSION, timed, self.last, by
+        )
         self.last = [task]
         return self.last
 
 
 @dataclass(eq=False)
-class _Writer:
+class _TaskWriter:
     """Writes the blocks of one stage into one pool."""
 
     table: CostTable
@@ -155,7 +157,7 @@ class _Writer:
                 )
                 _arrive(arrivals, first, made.converted[k])
             done[i] = self._passes(
-                draft, i, "forward", Role.FORWARD, self._row(i).forward, first, arrivals
+                draft, i, "forward", TaskRole.FORWARD, self._row(i).forward, first, arrivals
             )
             made.gathers.ran(i, done[i][-1])
         return draft.finish()
@@ -192,7 +194,7 @@ class _Writer:
             for k in self.outgoing.get(i, ()):
                 _arrive(arrivals, first, made.converted[k])
             timed = self._row(i).backward if together else self._row(i).input_gradient
-            done[i] = self._passes(draft, i, "backward", Role.BACKWARD, timed, first, arrivals)
+            done[i] = self._passes(draft, i, "backward", TaskRole.BACKWARD, timed, first, arrivals)
             gathers.ran(i, done[i][-1])
             ends[i] = done[i][-1]
             if parameters and not together and self._row(i).weighs:
@@ -220,7 +222,9 @@ class _Writer:
     def _weight_gradient(self, draft: BlockDraft, i: int, before: Sequence[int]) -> int:
         row = self._row(i)
         number = self.pool.add(self._whole(row.weight_gradient, row.pieces))
-        return draft.operator_task("{0} weight gradient", Role.WEIGHT_GRADIENT, i, number, before)
+        return draft.operator_task(
+            "{0} weight gradient", TaskRole.WEIGHT_GRADIENT, i, number, before
+        )
 
     # -- passes and conversions -----------------------------------------------------------------
 
@@ -229,7 +233,7 @@ class _Writer:
         draft: BlockDraft,
         i: int,
         what: str,
-        role: Role,
+        role: TaskRole,
         timed: PricedTime,
         first: Sequence[int],
         arrivals: Sequence[Sequence[int]],
@@ -299,7 +303,7 @@ class _Writer:
         draft: BlockDraft,
         k: int,
         label: str,
-        role: Role,
+        role: TaskRole,
         timed: PricedTime,
         before: Sequence[int],
         by: SharedBy,
@@ -332,7 +336,7 @@ class _Writer:
             before.append(task)
         return draft.operator_task(
             "{0} recompute",
-            Role.RECOMPUTE,
+            TaskRole.RECOMPUTE,
             i,
             self.pool.add(self._row(i).recompute),
             before,
@@ -368,11 +372,11 @@ class _Writer:
         Updates wait for all gradients.
         """
         first = self.table.operators[0]
-        over = draft.operator_task("over", Role.OVER, first, 0, list(done.values()))
+        over = draft.operator_task("over", TaskRole.OVER, first, 0, list(done.values()))
         for bucket in self._buckets():
             full = [done[i] for i in bucket]
             if len(full) > 1:
-                full = [draft.operator_task("bucket", Role.BUCKET, bucket[0], 0, full)]
+                full = [draft.operator_task("bucket", TaskRole.BUCKET, bucket[0], 0, full)]
             for place, i in enumerate(bucket):
                 before = bucket[place - 1] if place else None
                 self._parameter(draft, i, before, full, done, over)
@@ -390,24 +394,26 @@ class _Writer:
         tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
         added = [done[ties[k][1]] for k in tied]
         arrived = [
-            self._tie(draft, k, Role.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
+            self._tie(draft, k, TaskRole.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
             for k in tied
         ]
         ready = [self._sync(draft, i, before, [*full, *added]), *arrived, over]
         if self.stashes:
             stash = self.pool.add(row.stash)
-            ready = [draft.operator_task("{0} stash", Role.STASH, i, stash, ready, 0)]
+            ready = [draft.operator_task("{0} stash", TaskRole.STASH, i, stash, ready, 0)]
         base = self.pool.add(row.update)
         update = draft.operator_task(
-            "{0} update", Role.UPDATE, i, base, ready, self._inner(base, 0)
+            "{0} update", TaskRole.UPDATE, i, base, ready, self._inner(base, 0)
         )
         base = self.pool.add(row.publish)
-        draft.operator_task("{0} publish", Role.PUBLISH, i, base, [update], self._inner(base, 0))
+        draft.operator_task(
+            "{0} publish", TaskRole.PUBLISH, i, base, [update], self._inner(base, 0)
+        )
         for k in tied:
-            self._tie(draft, k, Role.TIE_PUBLISH, tie_rows[k].publish, [update])
+            self._tie(draft, k, TaskRole.TIE_PUBLISH, tie_rows[k].publish, [update])
 
     def _sync(self, draft: BlockDraft, i: int, before: int | None, after: Sequence[int]) -> int:
-        role, row = Role.SYNC, self._row(i)
+        role, row = TaskRole.SYNC, self._row(i)
         if self.bucket_bytes:
             row_before = None if before is None else self._row(before)
             saved = shared_latency(row_before, row)
@@ -428,7 +434,7 @@ class _Writer:
         return gradient_buckets(order, nbytes, self.bucket_bytes)
 
     def _tie(
-        self, draft: BlockDraft, k: int, role: Role, timed: PricedTime, before: Sequence[int]
+        self, draft: BlockDraft, k: int, role: TaskRole, timed: PricedTime, before: Sequence[int]
     ) -> int:
         inner = 0 if not self.stashes else None
         return self._tied(draft, k, "{0} ↔ {1}", role, timed, before, inner)
@@ -436,14 +442,14 @@ class _Writer:
     def tie_gather(self, draft: BlockDraft, k: int, before: Sequence[int]) -> int:
         """The gather of a tied parameter by its user, in every block."""
         timed = self.table.tie_rows[k].gather
-        return self._tied(draft, k, "{1} gather", Role.TIE_GATHER, timed, before, None)
+        return self._tied(draft, k, "{1} gather", TaskRole.TIE_GATHER, timed, before, None)
 
     def _tied(
         self,
         draft: BlockDraft,
         k: int,
         label: str,
-        role: Role,
+        role: TaskRole,
         timed: PricedTime,
         before: Sequence[int],
         inner: int | None,
@@ -485,7 +491,7 @@ class _Writer:
 class _Prefetch:
     """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
 
-    def __init__(self, writer: _Writer, draft: BlockDraft) -> None:
+    def __init__(self, writer: _TaskWriter, draft: BlockDraft) -> None:
         self._writer, self._draft = writer, draft
         self.passed: list[int] = []
         self.made: dict[int, None] = {}
@@ -498,7 +504,7 @@ class _Prefetch:
         self.made[i] = None
         released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
         base = writer.pool.add(writer.table.row(i).gather)
-        own = self._draft.operator_task("{0} gather", Role.GATHER, i, base, released)
+        own = self._draft.operator_task("{0} gather", TaskRole.GATHER, i, base, released)
         tied = [k for k, (_, user) in enumerate(writer.table.ties) if user == i]
         return [own, *(writer.tie_gather(self._draft, k, released) for k in tied)]
 
@@ -520,7 +526,7 @@ class _Pass:
         ends: of operators, behind which their gradients are complete.
     """
 
-    def __init__(self, writer: _Writer, *, backwards: bool = False) -> None:
+    def __init__(self, writer: _TaskWriter, *, backwards: bool = False) -> None:
         self.draft = BlockDraft(writer.table.graph.names)
         self.done: dict[int, list[int]] = {}
         self.again: dict[int, int] = {}

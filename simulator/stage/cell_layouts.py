@@ -41,24 +41,24 @@ from stratagem.simulator.operators.operator import Operator, Weight, factor_size
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import home_placements, residences, use_of
-from stratagem.simulator.stage.stage_blocks import Role
+from stratagem.simulator.stage.stage_blocks import TaskRole
 
 Join = tuple[int, Flags]
 """A mesh axis, and the cells that a collective along it holds."""
 
 _PASSES = frozenset(
     {
-        Role.LAUNCH,
-        Role.FORWARD,
-        Role.BACKWARD,
-        Role.RECOMPUTE,
-        Role.WEIGHT_GRADIENT,
-        Role.STASH,
-        Role.UPDATE,
+        TaskRole.LAUNCH,
+        TaskRole.FORWARD,
+        TaskRole.BACKWARD,
+        TaskRole.RECOMPUTE,
+        TaskRole.WEIGHT_GRADIENT,
+        TaskRole.STASH,
+        TaskRole.UPDATE,
     }
 )
-_CONVERSIONS = (Role.CONVERT, Role.CONVERT_BACK, Role.CONVERT_AGAIN)
-_TIES = (Role.TIE_GATHER, Role.TIE_GRADIENT, Role.TIE_PUBLISH)
+_CONVERSIONS = (TaskRole.CONVERT, TaskRole.CONVERT_BACK, TaskRole.CONVERT_AGAIN)
+_TIES = (TaskRole.TIE_GATHER, TaskRole.TIE_GRADIENT, TaskRole.TIE_PUBLISH)
 _NO_AXIS = -1
 """Along which a collective joins no cells: what computes takes part with every cell it is on."""
 
@@ -177,7 +177,7 @@ class Layouts:
         self._numbers: dict[bytes, int] = {}
         self._by_row: dict[Hashable, int] = {}
 
-    def number(self, role: Role, subject: int, *, idle: bool) -> int:
+    def number(self, role: TaskRole, subject: int, *, idle: bool) -> int:
         """The number in `distinct` of the layout of a task; one without duration joins nothing."""
         key = (role, idle, self._row(role, subject))
         if key not in self._by_row:
@@ -188,19 +188,19 @@ class Layouts:
             self._by_row[key] = number
         return self._by_row[key]
 
-    def _row(self, role: Role, subject: int) -> tuple[int, ...]:
+    def _row(self, role: TaskRole, subject: int) -> tuple[int, ...]:
         """What decides a layout: the row of the cost table, and the choices made of it."""
         table, choices = self._table, self._choices
         if role in _TIES:
             return (subject, *(int(choices[i]) for i in table.ties[subject]))
-        if role in _CONVERSIONS or role is Role.LAUNCH_CONVERSION:
+        if role in _CONVERSIONS or role is TaskRole.LAUNCH_CONVERSION:
             edge = table.edges[subject]
             ends = int(choices[edge.producer]), int(choices[edge.consumer])
             return (table.edge_row_of[subject], *ends)
         return table.row_of[subject], int(choices[subject])
 
-    def _layout(self, role: Role, subject: int, idle: bool) -> Ints:
-        if role in (Role.BUCKET, Role.OVER, Role.LAUNCH_CONVERSION):
+    def _layout(self, role: TaskRole, subject: int, idle: bool) -> Ints:
+        if role in (TaskRole.BUCKET, TaskRole.OVER, TaskRole.LAUNCH_CONVERSION):
             return self.cells.own(self.cells.everywhere)
         if role in _CONVERSIONS:
             moved = [self._edge_conversion(role, subject)]
@@ -227,15 +227,15 @@ class Layouts:
     def _config(self, operator: int) -> Config:
         return self._choice(operator).config
 
-    def _inner_axes(self, role: Role, operator: int) -> Iterator[int]:
+    def _inner_axes(self, role: TaskRole, operator: int) -> Iterator[int]:
         """The axes of collectives inside a pass: those that shard what it sums or slides over."""
         node, config = self._builder.graph.operators[operator], self._config(operator)
         shape = self._builder.mesh.shape
         itemsize = self._builder.training.bytes_of(node.outputs[0].dtype)
         sizes = local_sizes(node, config, shape)
         for inner in kind_of(node).inner(node, sizes):
-            passes = {Role.FORWARD: inner.forward, Role.RECOMPUTE: inner.forward}
-            if (passes | {Role.BACKWARD: inner.backward}).get(role):
+            passes = {TaskRole.FORWARD: inner.forward, TaskRole.RECOMPUTE: inner.forward}
+            if (passes | {TaskRole.BACKWARD: inner.backward}).get(role):
                 for axis, placement in enumerate(config):
                     shards = isinstance(placement, Shard) and placement.dim in inner.dims
                     if shards and inner.nbytes(shape[axis], itemsize):
@@ -252,12 +252,12 @@ class Layouts:
                 yield step.axis, cells.holding(state) | cells.holding(after)
             state = after
 
-    def _parameter_conversions(self, role: Role, subject: int) -> list[_Conversion]:
+    def _parameter_conversions(self, role: TaskRole, subject: int) -> list[_Conversion]:
         operator = self._builder.graph.operators[subject]
         graph, owner, inside = self._builder.graph, self._builder.owner, set(self._table.operators)
         uses = [use_of(graph, owner, operator, w, inside) for w in operator.weights]
         lies = residences(operator, uses, self._choice(subject), self._builder.mesh.shape)
-        if role is Role.SYNC:
+        if role is TaskRole.SYNC:
             return [self._of_gradient(operator, r.weight, r.made, r.home) for r in lies]
         return [self._of_weight(operator, r.weight, r.home, r.used) for r in lies]
 
@@ -273,24 +273,24 @@ class Layouts:
         sizes = factor_sizes(weight.layout, operator.sizes)
         return _Conversion(sizes, self._builder.training.gradient_bytes, source, target)
 
-    def _edge_conversion(self, role: Role, number: int) -> _Conversion:
+    def _edge_conversion(self, role: TaskRole, number: int) -> _Conversion:
         edge, graph = self._table.edges[number], self._builder.graph
         made = graph.operators[edge.producer].outputs[edge.output]
         read = graph.operators[edge.consumer].inputs[edge.slot]
         sizes = factor_sizes(made.layout, graph.operators[edge.producer].sizes)
         itemsize = self._builder.training.bytes_of(made.dtype)
         ours, theirs = self._config(edge.producer), self._config(edge.consumer)
-        if role is not Role.CONVERT_BACK:
+        if role is not TaskRole.CONVERT_BACK:
             ends = output_placements(made, ours), input_placements(read, theirs)
         else:
             ends = input_gradient_placements(read, theirs), output_gradient_placements(made, ours)
         return _Conversion(sizes, itemsize, *ends)
 
-    def _tie_conversion(self, role: Role, number: int) -> _Conversion:
+    def _tie_conversion(self, role: TaskRole, number: int) -> _Conversion:
         i, j, own, weight = self._builder.ties(self._table.operators)[number]
         user = self._builder.graph.operators[j]
         home = home_placements(own, self._choice(i), self._builder.mesh.shape)
-        if role is Role.TIE_GRADIENT:
+        if role is TaskRole.TIE_GRADIENT:
             made = weight_gradient_placements(weight, self._config(j))
             return self._of_gradient(user, weight, made, home)
         return self._of_weight(user, weight, home, weight_placements(weight, self._config(j)))

@@ -38,9 +38,9 @@ from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.hardware.resources import NUM_RESOURCES, RIVALS
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.stage.cell_layouts import Cells, Layouts
-from stratagem.simulator.stage.stage_blocks import Block, Role, StageBlocks
+from stratagem.simulator.stage.stage_blocks import Block, StageBlocks, TaskRole
 
-_RELEASED = (Role.GATHER, Role.TIE_GATHER, Role.RECOMPUTE, Role.CONVERT_AGAIN)
+_RELEASED = (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE, TaskRole.CONVERT_AGAIN)
 """What a pass before releases, so that it does not take memory too early."""
 
 
@@ -182,7 +182,9 @@ class _Expansion:
         are never earlier than on a device that runs only what this cell does.
         """
         roles = self.block.roles
-        passes = [t for t, role in enumerate(roles) if role in (Role.FORWARD, Role.BACKWARD)]
+        passes = [
+            t for t, role in enumerate(roles) if role in (TaskRole.FORWARD, TaskRole.BACKWARD)
+        ]
         for task, released in self._releases().items():
             missing = self._layout(task) >= 0
             for before in released:
@@ -202,7 +204,7 @@ class _Expansion:
         roles, offsets = self.block.roles, self.folded.successor_offsets.tolist()
         release: dict[int, list[int]] = {}
         for before, (lo, hi) in enumerate(pairwise(offsets)):
-            if roles[before] in (Role.FORWARD, Role.BACKWARD):
+            if roles[before] in (TaskRole.FORWARD, TaskRole.BACKWARD):
                 for task in self.folded.successors[lo:hi].tolist():
                     if roles[task] in _RELEASED:
                         release.setdefault(task, []).append(before)

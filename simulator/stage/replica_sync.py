@@ -33,10 +33,14 @@ from stratagem.simulator.sharding.parameter_homes import (
     residences,
     use_of,
 )
-from stratagem.simulator.sharding.resharding_paths import Resharder, Step, shared_resharder
-from stratagem.simulator.stage.stage_blocks import KIND_OF_ROLE, Role
+from stratagem.simulator.sharding.resharding_paths import (
+    Resharder,
+    ReshardingStep,
+    shared_resharder,
+)
+from stratagem.simulator.stage.stage_blocks import KIND_OF_ROLE, TaskRole
 
-Paths = list[tuple[Step, ...]]
+Paths = list[tuple[ReshardingStep, ...]]
 
 
 class ReplicaHome(NamedTuple):
@@ -66,7 +70,7 @@ def home_tasks(
         cluster: gives the links between them.
         bucket_bytes: gradients are summed in buckets of at least so many bytes per device.
     """
-    return _Writer(homes, cluster, bucket_bytes).write()
+    return _SyncWriter(homes, cluster, bucket_bytes).write()
 
 
 def homes_block(first: DeviceMesh, second: DeviceMesh, cluster: Cluster) -> bool:
@@ -93,7 +97,7 @@ def home_sync_paths(builder: TableBuilder, table: CostTable, i: int, joint: Resh
 
 
 @dataclass(eq=False)
-class _Writer:
+class _SyncWriter:
     """Writes the tasks of a stage."""
 
     homes: tuple[ReplicaHome, ReplicaHome]
@@ -117,7 +121,7 @@ class _Writer:
                 if price.ns.any():
                     sums[i] = len(self.made)
                     self._add(
-                        CopyTask(ALL), Role.HOME_SYNC, f"{names[i]} sync of both homes", price
+                        CopyTask(ALL), TaskRole.HOME_SYNC, f"{names[i]} sync of both homes", price
                     )
         for i, number in sums.items():
             for copy in (0, 1):
@@ -143,14 +147,14 @@ class _Writer:
     def _update(self, task: CopyTask, i: int) -> None:
         table = self.homes[task.copy].table
         row, names = table.row(i), table.graph.names
-        self._add(task, Role.UPDATE, f"{names[i]} update", row.update)
-        self._add(task, Role.PUBLISH, f"{names[i]} publish", row.publish)
+        self._add(task, TaskRole.UPDATE, f"{names[i]} update", row.update)
+        self._add(task, TaskRole.PUBLISH, f"{names[i]} publish", row.publish)
         for k, (owner, user) in enumerate(table.ties):
             if owner == i:
                 price = table.tie_rows[k].publish
-                self._add(task, Role.TIE_PUBLISH, f"{names[i]} ↔ {names[user]}", price)
+                self._add(task, TaskRole.TIE_PUBLISH, f"{names[i]} ↔ {names[user]}", price)
 
-    def _add(self, task: CopyTask, role: Role, name: str, price: PricedTime) -> None:
+    def _add(self, task: CopyTask, role: TaskRole, name: str, price: PricedTime) -> None:
         ns, mask = (int(each.ravel()[0]) for each in (price.ns, price.mask))
         if ns:
             self.made.append(HomeTask(task, name, KIND_OF_ROLE[role], ns, mask))

@@ -46,7 +46,7 @@ PREFETCH = 2
 """How many operators with sharded parameters are gathered ahead of the one that runs."""
 
 
-class Role(enum.Enum):
+class TaskRole(enum.Enum):
     """What a task is to its operator, its edge (converts) or its tied parameter."""
 
     __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
@@ -74,38 +74,38 @@ class Role(enum.Enum):
 
 
 KIND_OF_ROLE = {
-    Role.LAUNCH: TaskKind.OTHER,
-    Role.LAUNCH_CONVERSION: TaskKind.OTHER,
-    Role.FORWARD: TaskKind.FORWARD,
-    Role.BACKWARD: TaskKind.BACKWARD,
-    Role.RECOMPUTE: TaskKind.RECOMPUTE,
-    Role.WEIGHT_GRADIENT: TaskKind.BACKWARD,
-    Role.STASH: TaskKind.UPDATE,
-    Role.UPDATE: TaskKind.UPDATE,
-    Role.CONVERT: TaskKind.COMMUNICATION,
-    Role.CONVERT_BACK: TaskKind.COMMUNICATION,
-    Role.CONVERT_AGAIN: TaskKind.COMMUNICATION,
-    Role.GATHER: TaskKind.GRADIENT_SYNC,
-    Role.BUCKET: TaskKind.GRADIENT_SYNC,
-    Role.OVER: TaskKind.UPDATE,
-    Role.SYNC: TaskKind.GRADIENT_SYNC,
-    Role.HOME_SYNC: TaskKind.GRADIENT_SYNC,
-    Role.PUBLISH: TaskKind.GRADIENT_SYNC,
-    Role.TIE_GATHER: TaskKind.GRADIENT_SYNC,
-    Role.TIE_GRADIENT: TaskKind.GRADIENT_SYNC,
-    Role.TIE_PUBLISH: TaskKind.GRADIENT_SYNC,
+    TaskRole.LAUNCH: TaskKind.OTHER,
+    TaskRole.LAUNCH_CONVERSION: TaskKind.OTHER,
+    TaskRole.FORWARD: TaskKind.FORWARD,
+    TaskRole.BACKWARD: TaskKind.BACKWARD,
+    TaskRole.RECOMPUTE: TaskKind.RECOMPUTE,
+    TaskRole.WEIGHT_GRADIENT: TaskKind.BACKWARD,
+    TaskRole.STASH: TaskKind.UPDATE,
+    TaskRole.UPDATE: TaskKind.UPDATE,
+    TaskRole.CONVERT: TaskKind.COMMUNICATION,
+    TaskRole.CONVERT_BACK: TaskKind.COMMUNICATION,
+    TaskRole.CONVERT_AGAIN: TaskKind.COMMUNICATION,
+    TaskRole.GATHER: TaskKind.GRADIENT_SYNC,
+    TaskRole.BUCKET: TaskKind.GRADIENT_SYNC,
+    TaskRole.OVER: TaskKind.UPDATE,
+    TaskRole.SYNC: TaskKind.GRADIENT_SYNC,
+    TaskRole.HOME_SYNC: TaskKind.GRADIENT_SYNC,
+    TaskRole.PUBLISH: TaskKind.GRADIENT_SYNC,
+    TaskRole.TIE_GATHER: TaskKind.GRADIENT_SYNC,
+    TaskRole.TIE_GRADIENT: TaskKind.GRADIENT_SYNC,
+    TaskRole.TIE_PUBLISH: TaskKind.GRADIENT_SYNC,
 }
 
 
 PAIRED = frozenset(
     {
-        Role.LAUNCH_CONVERSION,
-        Role.CONVERT,
-        Role.CONVERT_BACK,
-        Role.CONVERT_AGAIN,
-        Role.TIE_GATHER,
-        Role.TIE_GRADIENT,
-        Role.TIE_PUBLISH,
+        TaskRole.LAUNCH_CONVERSION,
+        TaskRole.CONVERT,
+        TaskRole.CONVERT_BACK,
+        TaskRole.CONVERT_AGAIN,
+        TaskRole.TIE_GATHER,
+        TaskRole.TIE_GRADIENT,
+        TaskRole.TIE_PUBLISH,
     }
 )
 """Roles of tasks whose subject is an edge or a tied parameter."""
@@ -135,7 +135,7 @@ class Block:
     second_stride: Ints
     gate: Ints
     labels: tuple[str, ...]
-    roles: tuple[Role, ...]
+    roles: tuple[TaskRole, ...]
     subjects: Ints
     operators: tuple[str, ...]
 
@@ -302,7 +302,7 @@ class Pool:
         return np.concatenate(self._ns), np.concatenate(self._mask)
 
 
-_Task = tuple[str, Role, int, int, int, int, int, int, int, int, Sequence[int]]
+_Task = tuple[str, TaskRole, int, int, int, int, int, int, int, int, Sequence[int]]
 """A task of a block that is being built: label, role, subject, first, stride, second, second
 stride, base, inner base, gate, predecessors. Millions are made, so it is a plain tuple."""
 
@@ -343,7 +343,7 @@ class BlockDraft:
     def operator_task(
         self,
         label: str,
-        role: Role,
+        role: TaskRole,
         operator: int,
         base: int,
         predecessors: Sequence[int],
@@ -359,7 +359,7 @@ class BlockDraft:
     def pair_task(
         self,
         label: str,
-        role: Role,
+        role: TaskRole,
         subject: int,
         pair: tuple[int, int],
         width: int,
@@ -413,7 +413,7 @@ class _Columns(NamedTuple):
     """Tasks in turn: their labels and roles, all numbers of `_Task` as rows, predecessors."""
 
     labels: tuple[str, ...]
-    roles: tuple[Role, ...]
+    roles: tuple[TaskRole, ...]
     numbers: Ints
     counts: Ints
     sources: Ints

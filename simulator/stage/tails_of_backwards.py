@@ -29,15 +29,15 @@ from stratagem.simulator.schedules.work_kinds import (
     SYNCED_WEIGHT_GRADIENT,
     UPDATE,
 )
-from stratagem.simulator.stage.stage_blocks import Block, Role, StageBlocks
+from stratagem.simulator.stage.stage_blocks import Block, StageBlocks, TaskRole
 
-SYNCS = frozenset({Role.SYNC, Role.TIE_GRADIENT})
+SYNCS = frozenset({TaskRole.SYNC, TaskRole.TIE_GRADIENT})
 """Roles of tasks that bring the gradients of a stage together."""
-UPDATES = frozenset({Role.STASH, Role.UPDATE, Role.PUBLISH, Role.TIE_PUBLISH})
+UPDATES = frozenset({TaskRole.STASH, TaskRole.UPDATE, TaskRole.PUBLISH, TaskRole.TIE_PUBLISH})
 """Roles of tasks that wait for what `SYNCS` do, to update parameters and hand them out."""
 
 
-PARAMETER_GATHERS = frozenset({Role.GATHER, Role.TIE_GATHER})
+PARAMETER_GATHERS = frozenset({TaskRole.GATHER, TaskRole.TIE_GATHER})
 """Roles of tasks that bring parameters together, on the links that bring gradients together."""
 
 
@@ -93,20 +93,20 @@ def with_bare_backward(blocks: StageBlocks) -> StageBlocks:
     return replace(blocks, apart={BARE_BACKWARD: bare})
 
 
-def _idle(block: Block, roles: Collection[Role]) -> Block:
+def _idle(block: Block, roles: Collection[TaskRole]) -> Block:
     """A block whose tasks of some roles have nothing to do."""
     return replace(block, base=np.where(_are(block, roles), 0, block.base))
 
 
-def _inner_idle(block: Block, roles: Collection[Role]) -> Block:
+def _inner_idle(block: Block, roles: Collection[TaskRole]) -> Block:
     """A block whose tasks of some roles have nothing to do before the last microbatch."""
     return replace(block, inner_base=np.where(_are(block, roles), 0, block.inner_base))
 
 
-def _are(block: Block, roles: Collection[Role]) -> Flags:
+def _are(block: Block, roles: Collection[TaskRole]) -> Flags:
     return np.array([role in roles for role in block.roles], dtype=np.bool_)
 
 
-def _only(block: Block, roles: Collection[Role]) -> Block:
+def _only(block: Block, roles: Collection[TaskRole]) -> Block:
     """A block in which tasks of all other roles have nothing to do."""
-    return _idle(block, frozenset(Role) - frozenset(roles))
+    return _idle(block, frozenset(TaskRole) - frozenset(roles))

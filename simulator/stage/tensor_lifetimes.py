@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Ints
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.operators.repeats import Repeat
@@ -154,7 +154,7 @@ def stage_lifetimes(
         num_versions: of the weights, kept where each microbatch has an update; None where only the
             step has one.
     """
-    writer = _Writer(table, split, num_versions)
+    writer = _LifetimeWriter(table, split, num_versions)
     for i in writer.sparing(table.operators, table.repeat):
         writer.state(i)
         writer.operator(i)
@@ -181,7 +181,7 @@ class _Divided(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Writer:
+class _LifetimeWriter:
     """Collects the tensors of one stage."""
 
     table: CostTable
@@ -396,7 +396,7 @@ class _Writer:
     def _is_read_by_loss(self, reads: Sequence[Edge], last: int) -> bool:
         """Whether the last reader is a loss, whose own row has all that its pass makes."""
         reader = self.table.operators[last]
-        is_loss = role_of(self.table.graph.operators[reader]) is Role.LOSS
+        is_loss = role_of(self.table.graph.operators[reader]) is OperatorRole.LOSS
         return is_loss and any(edge.consumer == reader for edge in reads)
 
     def _kept(

@@ -39,7 +39,7 @@ class _Problem(msgspec.Struct):
     name: str = ""
 
 
-class _File(msgspec.Struct):
+class _IopddlFile(msgspec.Struct):
     problem: _Problem
 
 
@@ -57,7 +57,7 @@ def read_iopddl(path: str | Path) -> Instance:
     try:
         if path.suffix == ".gz":
             raw = gzip.decompress(raw)
-        problem = msgspec.json.decode(raw, type=_File).problem
+        problem = msgspec.json.decode(raw, type=_IopddlFile).problem
     except (msgspec.DecodeError, gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path} is not an IOPDDL problem: {error}") from error
     nodes, edges = problem.nodes, problem.edges
@@ -144,7 +144,7 @@ def write_iopddl(instance: Instance, path: str | Path, *, name: str = "") -> Non
         usage_limit=_written_limit(instance),
         name=name,
     )
-    raw = msgspec.json.encode(_File(problem))
+    raw = msgspec.json.encode(_IopddlFile(problem))
     path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
 
 

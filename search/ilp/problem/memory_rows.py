@@ -289,7 +289,7 @@ def make_memory(instance: Instance, roots: Ints, maps: list[Ints]) -> MemoryRows
 
 def gather(instance: Instance, roots: Ints, maps: list[Ints]) -> MemoryRows:
     """The same before it is tightened: limits may be below what is held at the least."""
-    rows = _Rows(instance)
+    rows = _WindowRows(instance)
     left, changes = _changes(rows, roots, maps)
     devices, steps = rows.devices, rows.steps
     while True:
@@ -312,7 +312,7 @@ Changes = dict[int, tuple[Ints, Ints]]
 """By node: rows at which what it holds changes, ascending, and by how many bytes [k, row]."""
 
 
-def _changes(rows: _Rows, roots: Ints, maps: list[Ints]) -> tuple[Ints, Changes]:
+def _changes(rows: _WindowRows, roots: Ints, maps: list[Ints]) -> tuple[Ints, Changes]:
     """Limits less what is held in any case, and what nodes that choose hold beside."""
     at: dict[int, list[int]] = {}
     by: dict[int, list[Ints]] = {}
@@ -372,7 +372,7 @@ def _spread(at: Ints, by: Ints) -> MemoryWindow:
     return MemoryWindow(int(at[0]), np.repeat(held, np.diff(at), axis=1))
 
 
-class _Rows:
+class _WindowRows:
     """The moments of an instance at which its devices may be full."""
 
     def __init__(self, instance: Instance) -> None:

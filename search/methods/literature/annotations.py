@@ -11,7 +11,7 @@ from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import smallest_shard
 from stratagem.simulator.hardware.device_mesh import MeshAxis
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, factors
 
@@ -65,7 +65,7 @@ def transformer_annotations(
     found: dict[str, Annotation] = {}
     for operator in graph.operators:
         kind = kind_of(operator)
-        if kind.role is not Role.LOOKUP and kind.product is None:
+        if kind.role is not OperatorRole.LOOKUP and kind.product is None:
             continue
         for weight in operator.weights:
             dims = factors(weight.layout)

@@ -42,7 +42,7 @@ class PartitionEdge(msgspec.Struct, frozen=True, rename="camel"):
     cost: float
 
 
-class _InputFile(msgspec.Struct, frozen=True):
+class _PartitioningFile(msgspec.Struct, frozen=True):
     nodes: tuple[PartitionNode, ...]
     edges: tuple[PartitionEdge, ...]
     max_accelerators: int = msgspec.field(name="maxFPGAs")
@@ -102,7 +102,7 @@ def read_partition_input(path: str | Path, *, corrected: bool = False) -> Partit
     Raises:
         ValueError: names the file, the node or edge, what is wrong with it and what to do.
     """
-    file = decode_file(path, _InputFile)
+    file = decode_file(path, _PartitioningFile)
     edges, name = file.edges, Path(path).stem
     if corrected:
         edges = tuple(
@@ -118,7 +118,7 @@ def read_partition_input(path: str | Path, *, corrected: bool = False) -> Partit
 
 def write_partition_input(graph: PartitionInput, path: str | Path) -> None:
     """Write a graph in the same format, units as they are."""
-    file = _InputFile(
+    file = _PartitioningFile(
         graph.nodes, graph.edges, graph.num_accelerators, graph.num_cpus, graph.memory_bytes
     )
     write_text(path, msgspec.json.encode(file).decode())

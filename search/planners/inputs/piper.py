@@ -59,7 +59,7 @@ class PiperEdge(msgspec.Struct, frozen=True, rename="camel"):
     communication_cost: float
 
 
-class _InputFile(msgspec.Struct, frozen=True, rename="camel"):
+class _PiperFile(msgspec.Struct, frozen=True, rename="camel"):
     max_devices: int
     max_memory_per_device: float
     bandwidth: float
@@ -125,7 +125,7 @@ def read_piper_input(
     Raises:
         ValueError: names the file, the node, edge or number, and what is expected.
     """
-    file = decode_file(path, _InputFile)
+    file = decode_file(path, _PiperFile)
     graph = PiperInput(
         Path(path).stem,
         file.nodes,
@@ -141,7 +141,7 @@ def read_piper_input(
 
 def write_piper_input(graph: PiperInput, path: str | Path) -> None:
     """Write an input in the same format."""
-    file = _InputFile(
+    file = _PiperFile(
         graph.num_devices,
         graph.memory_bytes,
         graph.bandwidth,

@@ -91,7 +91,7 @@ def pipeline_seconds(
                 f"{graph.name}: a plan of level {level} takes {used} of {levels[level].count}"
             )
     sets = linear_down_sets(planned.predecessors, order)
-    model = _Model(planned, sets, levels, compression)
+    model = _PipeDreamModel(planned, sets, levels, compression)
     return _seconds(model, plan, 0, len(levels) - 1)
 
 
@@ -116,7 +116,7 @@ def _by_level(plan: Sequence[Replicated], depth: int) -> list[tuple[int, Sequenc
     return groups
 
 
-def _seconds(model: _Model, plan: Sequence[Replicated], start: int, level: int) -> float:
+def _seconds(model: _PipeDreamModel, plan: Sequence[Replicated], start: int, level: int) -> float:
     """The same by definition, without any table: along an order that the plan gives."""
     slowest, place = 0.0, start
     for number, stage in enumerate(plan):
@@ -172,7 +172,7 @@ def solve_pipedream(
     if sets is None:
         best, notes, exact = _best_model(planned, levels, compression, limit)
     else:
-        best = _solved(_Model(planned, sets, levels, compression), math.inf)
+        best = _solved(_PipeDreamModel(planned, sets, levels, compression), math.inf)
         notes, exact = (f"Cut along {len(sets):,} given down-sets.",), False
     plan = best.plan()
     value = pipeline_seconds(graph, plan, levels, compression=compression)
@@ -249,7 +249,7 @@ def _as_down_sets(num_nodes: int, ordered: Sequence[int], links: dict[int, list[
 
 
 @dataclass(frozen=True)
-class _Model:
+class _PipeDreamModel:
     """A graph, the down-sets to cut along, and the devices."""
 
     graph: PipeDreamGraph
@@ -297,7 +297,7 @@ def _best_model(
     best: _Solved | None = None
     for order in linearisations(graph.predecessors):
         sets = linear_down_sets(graph.predecessors, order)
-        solved = _solved(_Model(graph, sets, levels, compression), math.inf)
+        solved = _solved(_PipeDreamModel(graph, sets, levels, compression), math.inf)
         if best is None or solved.value < best.value:
             best = solved
     assert best is not None
@@ -306,7 +306,7 @@ def _best_model(
         sets = down_sets(graph.predecessors, limit=allowed)
     except TooManyDownSetsError as error:
         return best, (f"Cut along linear orders only: {error}.",), False
-    solved = _solved(_Model(graph, sets, levels, compression), best.value)
+    solved = _solved(_PipeDreamModel(graph, sets, levels, compression), best.value)
     if solved.value < best.value:
         best = solved
     return best, (f"{len(sets):,} down-sets of {len(graph.layers)} layers.",), True
@@ -316,7 +316,7 @@ def _best_model(
 class _Solved:
     """Tables of a model, the innermost level first; of an inner level one for each start."""
 
-    model: _Model
+    model: _PipeDreamModel
     tables: tuple[Sequence[DownSetTable], ...]
 
     @property
@@ -345,7 +345,7 @@ class _Solved:
         return Replicated(ids, cut.option + 1, inner)
 
 
-def _solved(model: _Model, bound: float) -> _Solved:
+def _solved(model: _PipeDreamModel, bound: float) -> _Solved:
     """Solve level by level: what a machine makes of any stage is the work of the level outside."""
     tables: list[Sequence[DownSetTable]] = []
     inside: Floats | None = None
@@ -360,7 +360,9 @@ def _solved(model: _Model, bound: float) -> _Solved:
     return _Solved(model, tuple(tables))
 
 
-def _costs(model: _Model, level: int, inside: Floats | None, first: bool, pairs: Pairs) -> Floats:
+def _costs(
+    model: _PipeDreamModel, level: int, inside: Floats | None, first: bool, pairs: Pairs
+) -> Floats:
     """Seconds of each stage with 1, 2, … replicas, as the first stage or as a later one."""
     sharers = float(model.levels[level - 1].count if level else 1) if first else 0.0
     cost = np.empty((len(pairs.outer), model.levels[level].count))
@@ -379,7 +381,9 @@ def _costs(model: _Model, level: int, inside: Floats | None, first: bool, pairs:
     return cost
 
 
-def _problem(model: _Model, level: int, inside: Floats | None, bound: float) -> StageProblem:
+def _problem(
+    model: _PipeDreamModel, level: int, inside: Floats | None, bound: float
+) -> StageProblem:
     """Cutting the graph on one level, from the empty set on."""
     count = model.levels[level].count
 
@@ -399,7 +403,7 @@ def _problem(model: _Model, level: int, inside: Floats | None, bound: float) -> 
     )
 
 
-def _alive(model: _Model, bound: float) -> Flags | None:
+def _alive(model: _PipeDreamModel, bound: float) -> Flags | None:
     """By set and devices taken, whether a plan faster than `bound` can pass there.
 
     Each side needs devices for its work, and the stage behind the set some to fetch its inputs.

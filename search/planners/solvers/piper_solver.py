@@ -56,7 +56,7 @@ def solve_piper(
         ValueError: the file is broken, or no plan fits into the memory.
     """
     graph = source if isinstance(source, PiperInput) else read_piper_input(source)
-    model = _Model(graph)
+    model = _PiperModel(graph)
     if not model.degrees or not np.isfinite(model.least_work).all():
         raise ValueError(_does_not_fit(graph))
     plan = _Plan(math.inf, (), proved=True)
@@ -133,7 +133,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _PiperModel:
     """An input as arrays: by degree, node and way."""
 
     graph: PiperInput
@@ -259,7 +259,7 @@ class _Stages:
 class _Along:
     """The search for plans below `bound` along some down-sets."""
 
-    model: _Model
+    model: _PiperModel
     sets: DownSets
     bound: float
     effort: int

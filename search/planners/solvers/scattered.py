@@ -201,7 +201,7 @@ def prove(model: Assignment, value: float, seconds: float) -> tuple[float, Indic
     num_accelerators, nets = model.counts[0], model.blocks.nets
     num_places, num_paid = num_blocks * num_devices, len(nets) * num_accelerators
     top = num_places + num_paid
-    rows = _Rows()
+    rows = _ProgramRows()
     for block in range(num_blocks):
         first = block * num_devices
         rows.add([(first + d, 1.0) for d in range(num_devices)], 1.0, 1.0)
@@ -247,7 +247,7 @@ def prove(model: Assignment, value: float, seconds: float) -> tuple[float, Indic
 
 
 @dataclass
-class _Rows:
+class _ProgramRows:
     """Rows of a sparse matrix with their limits, as they come."""
 
     row: list[int] = field(default_factory=list)

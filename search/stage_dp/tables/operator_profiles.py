@@ -107,7 +107,7 @@ class MeshPricer:
             numbers[:, i] = [choices[i].index(choice) for choice in listed]
         table = self.builder.build(range(len(graph.operators)), choices)
         life = stage_lifetimes(table, {})
-        prices = _Prices(table)
+        prices = _ProfilePrices(table)
         users = sorted({user for _, user in table.ties} | _sharing_frozen(self.builder, table))
         apart = {user: _states(self.builder.build([user], choices).row(user)) for user in users}
         return [
@@ -120,7 +120,7 @@ class MeshPricer:
         variant: Variant,
         life: Lifetimes,
         number: Ints,
-        prices: _Prices,
+        prices: _ProfilePrices,
         apart: Mapping[int, Ints],
     ) -> Profile:
         columns = prices.columns(number)
@@ -217,7 +217,7 @@ class BoundaryPricer:
         return self._known[key]
 
 
-class _Prices:
+class _ProfilePrices:
     """The rows of a table, all choices of all operators after one another."""
 
     def __init__(self, table: CostTable) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of
 from stratagem.simulator.graph.building.operator_drafts import Loop, OperatorDraft, Read, view_key
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.step_programs import shift_steps
 
@@ -44,11 +44,15 @@ def fuse_elementwise(drafts: Sequence[OperatorDraft]) -> list[OperatorDraft]:
 
 
 def _can_merge(draft: OperatorDraft, used: Sequence[tuple[OperatorDraft, Read]]) -> bool:
-    if role_of(draft) is not Role.CHAIN or not used or len({id(by) for by, _ in used}) != 1:
+    if (
+        role_of(draft) is not OperatorRole.CHAIN
+        or not used
+        or len({id(by) for by, _ in used}) != 1
+    ):
         return False
     after = used[0][0]
     made = draft.outputs[0]
-    if role_of(after) is not Role.CHAIN or made.differentiable != made.dtype.startswith(
+    if role_of(after) is not OperatorRole.CHAIN or made.differentiable != made.dtype.startswith(
         ("float", "bfloat")
     ):
         return False

@@ -28,7 +28,7 @@ from stratagem.simulator.graph.substitutions.edits import (
 )
 from stratagem.simulator.graph.substitutions.merge_parallel import joined_name
 from stratagem.simulator.graph.substitutions.split_factors import FactorCut, refine
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.products import LINEAR_SUM
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Weight, factors
@@ -78,7 +78,7 @@ class SumLinears:
 
 def _sums(operator: Operator) -> Iterator[list[int]]:
     """The inputs that are terms of a sum of an elementwise chain, once each and nowhere else."""
-    steps: Steps = operator.attributes["steps"] if role_of(operator) is Role.CHAIN else []
+    steps: Steps = operator.attributes["steps"] if role_of(operator) is OperatorRole.CHAIN else []
     uses = Counter(
         (kind, which) for _, arguments in steps for kind, which in references(arguments)
     )
@@ -124,7 +124,7 @@ def _layers(graph: OperatorGraph, operator: Operator, terms: Sequence[int]) -> l
 def _is_term(graph: OperatorGraph, operator: Operator, read: Input, layer: Operator) -> bool:
     """Whether an input of a sum is a whole linear layer that nobody else reads."""
     return (
-        role_of(layer) is Role.LAYER
+        role_of(layer) is OperatorRole.LAYER
         and bool(_contracted(layer))
         and len(graph.readers[graph.index[layer.name]]) == 1
         and read.layout == operator.outputs[0].layout

@@ -21,7 +21,7 @@ from stratagem.simulator.graph.substitutions.edits import (
     renamed,
     unused_name,
 )
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, factors
 
@@ -40,7 +40,7 @@ class ReduceFirst:
         return tuple(
             (layer.name, operator.name)
             for operator in graph.operators
-            if role_of(operator) is Role.REDUCTION
+            if role_of(operator) is OperatorRole.REDUCTION
             for layer in [graph.operator(operator.inputs[0].source)]
             if _fits(graph, layer, operator)
         )
@@ -53,7 +53,7 @@ class ReduceFirst:
 def _fits(graph: OperatorGraph, layer: Operator, reduction: Operator) -> bool:
     read, made = reduction.inputs[0], reduction.outputs[0]
     if (
-        role_of(layer) is not Role.LAYER
+        role_of(layer) is not OperatorRole.LAYER
         or reduction.name == graph.loss
         or len(graph.readers[graph.index[layer.name]]) > 1
         or read.select

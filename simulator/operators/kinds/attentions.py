@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from stratagem.simulator.operators.kinds.kind_record import (
+    InputValues,
     MatrixProduct,
     OperatorKind,
-    Role,
+    OperatorRole,
     Sizes,
-    Values,
     no_operations,
     per_input,
 )
@@ -38,19 +38,19 @@ def _attention_flops(operator: Operator, sizes: Sizes) -> float:
 
 ATTENTION = OperatorKind(
     name="attention",
-    role=Role.ATTENTION,
+    role=OperatorRole.ATTENTION,
     flops=_attention_flops,
     backward_flops=2.5,
     product=MatrixProduct(shape=of_matrices, fused=True),
     traffic=EachTensorOnce(),
     saved=SavedTensors(inputs=(0, 1, 2), result=True),
     weight_share=0.0,
-    values={3: Values.TRUTHS},
+    values={3: InputValues.TRUTHS},
 )
 
 PREFIX = OperatorKind(
     name="prefix",
-    role=Role.PREFIX,
+    role=OperatorRole.PREFIX,
     flops=no_operations,
     backward_flops=2.0,
     product=None,
@@ -62,7 +62,7 @@ PREFIX = OperatorKind(
 
 ROTARY = OperatorKind(
     name="rotary",
-    role=Role.ROTATION,
+    role=OperatorRole.ROTATION,
     flops=per_input(3.5),
     backward_flops=1.0,
     product=None,

@@ -13,10 +13,10 @@ from typing import Any
 
 from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
-    Program,
+    OperatorRole,
+    ProgramDraft,
     Reference,
     Remade,
-    Role,
     no_operations,
 )
 from stratagem.simulator.operators.kinds.traffic import (
@@ -142,20 +142,20 @@ def _steps_flops(operator: Operator, sizes: Sizes) -> float:
     return float(output_size(operator, sizes) * max(1, len(operator.attributes["steps"])))
 
 
-def _chain_as_source(program: Program, made: Remade) -> Reference:
+def _chain_as_source(program: ProgramDraft, made: Remade) -> Reference:
     steps = made.attributes["steps"]
     result = program.run(steps, made.inputs)
     constant = not any(True for _, given in steps for _ in references(given))
     return program.add("expand", result, list(made.shape)) if constant else result
 
 
-def _source_as_source(program: Program, made: Remade) -> Reference:
+def _source_as_source(program: ProgramDraft, made: Remade) -> Reference:
     return program.run(made.attributes["steps"])
 
 
 ELEMENTWISE = OperatorKind(
     name="elementwise",
-    role=Role.CHAIN,
+    role=OperatorRole.CHAIN,
     flops=_steps_flops,
     backward_flops=2.0,
     product=None,
@@ -169,7 +169,7 @@ ELEMENTWISE = OperatorKind(
 
 SOURCE = OperatorKind(
     name=SOURCE_KIND,
-    role=Role.SOURCE,
+    role=OperatorRole.SOURCE,
     flops=no_operations,
     backward_flops=2.0,
     product=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
-    Role,
+    OperatorRole,
     Sizes,
     no_operations,
     per_input,
@@ -21,7 +21,7 @@ def _combine_flops(operator: Operator, sizes: Sizes) -> float:
 
 MOE_WEIGHTS = OperatorKind(
     name="moe_weights",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=per_input(10.0),
     backward_flops=1.0,
     product=None,
@@ -32,7 +32,7 @@ MOE_WEIGHTS = OperatorKind(
 
 MOE_DISPATCH = OperatorKind(
     name="moe_dispatch",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=no_operations,
     backward_flops=2.0,
     product=None,
@@ -43,7 +43,7 @@ MOE_DISPATCH = OperatorKind(
 
 MOE_COMBINE = OperatorKind(
     name="moe_combine",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=_combine_flops,
     backward_flops=2.0,
     product=None,

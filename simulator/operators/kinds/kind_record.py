@@ -23,7 +23,7 @@ Reference = list[Any]
 """What stands for a value in a program of steps."""
 
 
-class Role(enum.Enum):
+class OperatorRole(enum.Enum):
     """What an operator is to a model, for the names of its dims, recipes, segments and exports."""
 
     SOURCE = "a program over the batch, of which no gradient is taken"
@@ -44,7 +44,7 @@ class Role(enum.Enum):
     OTHER = "none of these"
 
 
-POSITION_NORMS = (Role.LAYER_NORM, Role.RMS_NORM)
+POSITION_NORMS = (OperatorRole.LAYER_NORM, OperatorRole.RMS_NORM)
 """Norms of each position alone."""
 
 
@@ -56,7 +56,7 @@ class Linearity(enum.Enum):
     ALL = "all of them together, beside a bias"
 
 
-class Values(enum.Enum):
+class InputValues(enum.Enum):
     """What an input holds, if not numbers of any size."""
 
     ROWS = "numbers of rows of the first weight"
@@ -117,7 +117,7 @@ class Remade:
     dtype: str
 
 
-class Program(Protocol):
+class ProgramDraft(Protocol):
     """A program of steps under construction."""
 
     def add(self, function: str, *arguments: Any) -> Reference:
@@ -138,7 +138,7 @@ class OperatorKind:
         >>> from stratagem.simulator.operators.saved_tensors import SavedTensors
         >>> kind = OperatorKind(
         ...     name="flip",
-        ...     role=Role.OTHER,
+        ...     role=OperatorRole.OTHER,
         ...     flops=lambda operator, sizes: 0.0,
         ...     backward_flops=1.0,
         ...     product=None,
@@ -173,7 +173,7 @@ class OperatorKind:
     """
 
     name: str
-    role: Role
+    role: OperatorRole
     flops: Callable[[Operator, Sizes], float]
     backward_flops: float
     product: MatrixProduct | None
@@ -186,9 +186,9 @@ class OperatorKind:
     positionwise: bool = False
     like_input: bool = False
     slides: bool = False
-    values: Mapping[int, Values] = field(default_factory=dict)
+    values: Mapping[int, InputValues] = field(default_factory=dict)
     buffers: tuple[int, ...] = ()
-    as_source: Callable[[Program, Remade], Reference] | None = None
+    as_source: Callable[[ProgramDraft, Remade], Reference] | None = None
 
     def multiplies_input(self, slot: int) -> bool:
         """Whether an input is an operand of its products."""

@@ -6,10 +6,10 @@ from stratagem.simulator.operators.inner_collectives import halos
 from stratagem.simulator.operators.kinds.kind_record import (
     Linearity,
     OperatorKind,
-    Program,
+    OperatorRole,
+    ProgramDraft,
     Reference,
     Remade,
-    Role,
     Sizes,
     no_operations,
     per_input,
@@ -24,7 +24,7 @@ def _pool_flops(operator: Operator, sizes: Sizes) -> float:
     return float(output_size(operator, sizes) * kernel[0] * kernel[1])
 
 
-def _sum(program: Program, made: Remade) -> Reference:
+def _sum(program: ProgramDraft, made: Remade) -> Reference:
     (total,) = made.inputs
     if made.reduced:
         total = program.add("sum", total, list(made.reduced), made.keeps_dims)
@@ -33,18 +33,18 @@ def _sum(program: Program, made: Remade) -> Reference:
     return program.add("cast", total, made.dtype) if made.dtype else total
 
 
-def _cat(program: Program, made: Remade) -> Reference:
+def _cat(program: ProgramDraft, made: Remade) -> Reference:
     return program.add("cat", list(made.inputs), made.attributes["dim"])
 
 
-def _narrow(program: Program, made: Remade) -> Reference:
+def _narrow(program: ProgramDraft, made: Remade) -> Reference:
     start, at = made.attributes["start"], made.attributes["dim"]
     return program.add("slice", *made.inputs, at, start, start + made.attributes["length"], 1)
 
 
 POOL2D = OperatorKind(
     name="pool2d",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=_pool_flops,
     backward_flops=1.0,
     product=None,
@@ -57,7 +57,7 @@ POOL2D = OperatorKind(
 
 REDUCE = OperatorKind(
     name="reduce",
-    role=Role.REDUCTION,
+    role=OperatorRole.REDUCTION,
     flops=per_input(1.0),
     backward_flops=1.0,
     product=None,
@@ -71,7 +71,7 @@ REDUCE = OperatorKind(
 
 CAT = OperatorKind(
     name="cat",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=no_operations,
     backward_flops=2.0,
     product=None,
@@ -85,7 +85,7 @@ CAT = OperatorKind(
 
 NARROW = OperatorKind(
     name="narrow",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=no_operations,
     backward_flops=2.0,
     product=None,

@@ -7,10 +7,10 @@ import math
 from stratagem.simulator.operators.inner_collectives import InnerReduction
 from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
-    Program,
+    OperatorRole,
+    ProgramDraft,
     Reference,
     Remade,
-    Role,
     Sizes,
     per_input,
 )
@@ -44,7 +44,7 @@ def _batch_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction,
     return (InnerReduction(shared, scalars, 1, 1),) if shared else ()
 
 
-def _remade(program: Program, made: Remade) -> Reference:
+def _remade(program: ProgramDraft, made: Remade) -> Reference:
     return program.add("softmax", *made.inputs, made.attributes["dim"])
 
 
@@ -53,7 +53,7 @@ _OF_POSITIONS = LikeInput("norm", reads=2, back=5, back_kernels=2)
 
 LAYER_NORM = OperatorKind(
     name="layer_norm",
-    role=Role.LAYER_NORM,
+    role=OperatorRole.LAYER_NORM,
     flops=per_input(8.0),
     backward_flops=2.0,
     product=None,
@@ -66,7 +66,7 @@ LAYER_NORM = OperatorKind(
 
 RMS_NORM = OperatorKind(
     name="rms_norm",
-    role=Role.RMS_NORM,
+    role=OperatorRole.RMS_NORM,
     flops=per_input(5.0),
     backward_flops=2.0,
     product=None,
@@ -79,7 +79,7 @@ RMS_NORM = OperatorKind(
 
 BATCH_NORM = OperatorKind(
     name="batch_norm",
-    role=Role.BATCH_NORM,
+    role=OperatorRole.BATCH_NORM,
     flops=per_input(8.0),
     backward_flops=2.0,
     product=None,
@@ -94,7 +94,7 @@ BATCH_NORM = OperatorKind(
 
 SOFTMAX = OperatorKind(
     name="softmax",
-    role=Role.SOFTMAX,
+    role=OperatorRole.SOFTMAX,
     flops=per_input(5.0),
     backward_flops=2.0,
     product=None,

@@ -80,7 +80,11 @@ from stratagem.simulator.operators.kinds import (
     products,
     vocabularies,
 )
-from stratagem.simulator.operators.kinds.kind_record import MatrixProduct, OperatorKind, Role
+from stratagem.simulator.operators.kinds.kind_record import (
+    MatrixProduct,
+    OperatorKind,
+    OperatorRole,
+)
 
 KINDS: dict[str, OperatorKind] = {
     kind.name: kind
@@ -164,7 +168,7 @@ def kind_of(operator: OfKind) -> OperatorKind:
     return KINDS[operator.kind]
 
 
-def role_of(operator: OfKind) -> Role:
+def role_of(operator: OfKind) -> OperatorRole:
     """What an operator is to its model.
 
     Example:

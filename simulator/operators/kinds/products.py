@@ -9,10 +9,10 @@ from stratagem.simulator.operators.kinds.kind_record import (
     Linearity,
     MatrixProduct,
     OperatorKind,
-    Program,
+    OperatorRole,
+    ProgramDraft,
     Reference,
     Remade,
-    Role,
     Sizes,
 )
 from stratagem.simulator.operators.kinds.traffic import EachTensorOnce, output_size
@@ -71,13 +71,13 @@ def _saves_multiplications(operator: Operator) -> bool:
     return kernel == (3, 3) and set(steps) == {1} and operator.attributes["groups"] == 1
 
 
-def _remade(program: Program, made: Remade) -> Reference:
+def _remade(program: ProgramDraft, made: Remade) -> Reference:
     return program.add("matmul", *made.inputs)
 
 
 LINEAR = OperatorKind(
     name="linear",
-    role=Role.LAYER,
+    role=OperatorRole.LAYER,
     flops=contraction_flops,
     backward_flops=2.0,
     product=MatrixProduct(shape=of_weight, sums_bias=True, columns=-1),
@@ -90,7 +90,7 @@ LINEAR = OperatorKind(
 
 LINEAR_SUM = OperatorKind(
     name="linear_sum",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=sum_flops,
     backward_flops=2.0,
     product=MatrixProduct(shape=of_weight, per_input=True, sums_bias=True),
@@ -103,7 +103,7 @@ LINEAR_SUM = OperatorKind(
 
 MATMUL = OperatorKind(
     name="matmul",
-    role=Role.PRODUCT,
+    role=OperatorRole.PRODUCT,
     flops=contraction_flops,
     backward_flops=2.0,
     product=MatrixProduct(shape=of_matrices),
@@ -117,7 +117,7 @@ MATMUL = OperatorKind(
 
 EXPERT_LINEAR = OperatorKind(
     name="expert_linear",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=contraction_flops,
     backward_flops=2.0,
     product=MatrixProduct(shape=of_experts, columns=-1),
@@ -128,7 +128,7 @@ EXPERT_LINEAR = OperatorKind(
 
 CONV2D = OperatorKind(
     name="conv2d",
-    role=Role.CONVOLUTION,
+    role=OperatorRole.CONVOLUTION,
     flops=contraction_flops,
     backward_flops=2.0,
     product=MatrixProduct(

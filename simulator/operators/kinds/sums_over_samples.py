@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce as fold
 
 from stratagem.simulator.operators.chain_shares import Place, Share, step_shares
-from stratagem.simulator.operators.kinds.kind_record import Linearity, Role
+from stratagem.simulator.operators.kinds.kind_record import Linearity, OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.kinds.vocabularies import classes
 from stratagem.simulator.operators.operator import DimKind, Operator, Operators, factors
@@ -145,7 +145,7 @@ def takes_statistics(operator: Operator) -> bool:
         >>> takes_statistics(resnet(18, batch=8).operator("bn1"))
         True
     """
-    is_norm = role_of(operator) is Role.BATCH_NORM
+    is_norm = role_of(operator) is OperatorRole.BATCH_NORM
     return is_norm and bool(operator.attributes.get("training", True))
 
 
@@ -158,7 +158,7 @@ def add_shares(operator: Operator, added: Added, parts: int) -> Operator:
         >>> add_shares(operator, Added(((0, 1),)), 4).attributes["steps"]
         [['div', [['weight', 0], 4]], ['add', [['in', 0], ['step', 0]]]]
     """
-    if role_of(operator) is not Role.CHAIN:
+    if role_of(operator) is not OperatorRole.CHAIN:
         parts *= operator.attributes.get("bias_parts", 1)
         return replace(operator, attributes={**operator.attributes, "bias_parts": parts})
     steps: Steps = []
@@ -229,7 +229,7 @@ def _of_cut(
 
 def _ordered(operator: Operator) -> tuple[str, ...]:
     """The dims along which an operator treats one index unlike another."""
-    if role_of(operator) is Role.LOSS:
+    if role_of(operator) is OperatorRole.LOSS:
         return classes(operator)
     if operator.attributes.get("causal"):
         return operator.inputs[0].layout[-2]
@@ -246,7 +246,7 @@ def _of_whole(
         if takes_statistics(operator):
             raise _MixedError(f"{where} would count its statistics once a microbatch")
         return (SAME,) * count, None
-    if kind.role is Role.CHAIN:
+    if kind.role is OperatorRole.CHAIN:
         found = step_shares(operator.attributes["steps"], given)
         if found.problem:
             raise _MixedError(f"{where} {found.problem} a sum over {what}")

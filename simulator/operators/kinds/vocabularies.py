@@ -6,10 +6,10 @@ import math
 
 from stratagem.simulator.operators.inner_collectives import InnerReduction
 from stratagem.simulator.operators.kinds.kind_record import (
+    InputValues,
     OperatorKind,
-    Role,
+    OperatorRole,
     Sizes,
-    Values,
     no_operations,
     per_input,
 )
@@ -32,7 +32,7 @@ def _token_statistics(operator: Operator, sizes: Sizes) -> tuple[InnerReduction,
 
 EMBEDDING = OperatorKind(
     name="embedding",
-    role=Role.LOOKUP,
+    role=OperatorRole.LOOKUP,
     flops=no_operations,
     backward_flops=2.0,
     product=None,
@@ -41,12 +41,12 @@ EMBEDDING = OperatorKind(
     saved=SavedTensors(inputs=(0,)),
     weight_share=1.0,
     positionwise=True,
-    values={0: Values.ROWS},
+    values={0: InputValues.ROWS},
 )
 
 CROSS_ENTROPY = OperatorKind(
     name="cross_entropy",
-    role=Role.LOSS,
+    role=OperatorRole.LOSS,
     flops=per_input(5.0),
     backward_flops=2.0,
     product=None,
@@ -56,5 +56,5 @@ CROSS_ENTROPY = OperatorKind(
     inner=_token_statistics,
     sums=True,
     positionwise=True,
-    values={1: Values.CLASSES, 2: Values.COUNT},
+    values={1: InputValues.CLASSES, 2: InputValues.COUNT},
 )

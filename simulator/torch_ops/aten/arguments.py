@@ -57,14 +57,14 @@ F_co = TypeVar("F_co", bound=Callable[..., Any], covariant=True)
 
 
 @dataclass(frozen=True)
-class Reading(Generic[F_co]):
+class ReadingFunction(Generic[F_co]):
     """A function of an aten call, and the arguments of the call that it reads."""
 
     make: F_co
     names: frozenset[str]
 
 
-def reads(*names: str) -> Callable[[F], Reading[F]]:
+def reads(*names: str) -> Callable[[F], ReadingFunction[F]]:
     """Declare which arguments a function of an aten call reads, by the names of the schema.
 
     Example:
@@ -72,7 +72,7 @@ def reads(*names: str) -> Callable[[F], Reading[F]]:
         >>> sorted(handler.names)
         ['dim', 'self']
     """
-    return lambda make: Reading(make, frozenset(names))
+    return lambda make: ReadingFunction(make, frozenset(names))
 
 
 class Given(Mapping[str, Any]):

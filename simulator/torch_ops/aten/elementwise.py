@@ -8,7 +8,7 @@ from typing import Any
 
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor, expand, permute
 from stratagem.simulator.operators.step_programs import Steps
-from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
+from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import check_kind, kind_of_steps
 from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant
@@ -124,8 +124,8 @@ def _copy(call: AtenCall) -> Any:
     return call.given("self")
 
 
-ELEMENTWISE_HANDLERS: dict[str, Reading[Callable[[AtenCall], Any]]] = {
-    **{name: Reading(_pointwise, term.names) for name, term in POINTWISE.items()},
+ELEMENTWISE_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
+    **{name: ReadingFunction(_pointwise, term.names) for name, term in POINTWISE.items()},
     **dict.fromkeys(("clone", "lift_fresh_copy"), reads("self")(_copy)),
     **dict.fromkeys(("to", "_to_copy", "type_as"), reads("self")(_cast)),
     **dict.fromkeys(("dropout", "feature_dropout"), reads("input", "p", "train")(_dropout)),

@@ -12,7 +12,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
     permute,
     reshape,
 )
-from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
+from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant, mask_meaning
 
@@ -231,7 +231,7 @@ def _combine(call: AtenCall) -> DraftTensor:
 
 _POOLED = ("self", "kernel_size", "stride", "padding", "ceil_mode")
 
-OPERATOR_HANDLERS: dict[str, Reading[Callable[[AtenCall], Any]]] = {
+OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "linear": reads("input", "weight", "bias")(_linear),
     "addmm": reads("self", "mat1", "mat2", "beta", "alpha")(_addmm),
     "matmul": reads("self", "other")(_matmul),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
+from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 
 Arguments = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ class Term:
     arguments: tuple[Any, ...]
 
 
-Pointwise = Reading[Callable[[Arguments], Term]]
+Pointwise = ReadingFunction[Callable[[Arguments], Term]]
 
 
 def _plain(function: str, *names: str) -> Pointwise:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stratagem.simulator.graph.building.base_builder import is_float
-from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
+from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 from stratagem.simulator.torch_ops.aten.expressions import Expression
 from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Arguments, Pointwise, Term
 
@@ -20,7 +20,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-Sourced = Reading[Callable[[Arguments, Shape, str], Term]]
+Sourced = ReadingFunction[Callable[[Arguments, Shape, str], Term]]
 
 
 @reads("self")
@@ -117,7 +117,7 @@ def _plain(function: str, *names: str) -> Sourced:
 
 
 def _pointwise(pointwise: Pointwise) -> Sourced:
-    return Reading(lambda a, shape, dtype: pointwise.make(a), pointwise.names)
+    return ReadingFunction(lambda a, shape, dtype: pointwise.make(a), pointwise.names)
 
 
 _KEPT: Sourced = reads("input", "p", "train")(lambda a, shape, dtype: Term("alias", (a["input"],)))

@@ -13,7 +13,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
     reshape,
     select,
 )
-from stratagem.simulator.torch_ops.aten.arguments import Reading, reads
+from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.sources import dims_order, slice_bounds
 
@@ -89,7 +89,7 @@ def _unbind(call: AtenCall) -> list[DraftTensor]:
 
 _SHAPED = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
 
-VIEW_HANDLERS: dict[str, Reading[Callable[[AtenCall], Any]]] = {
+VIEW_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     **dict.fromkeys(("alias", "contiguous"), reads("self")(_same)),
     **dict.fromkeys((*_SHAPED, "view_as", "reshape_as", "ravel"), reads("self")(_view)),
     **dict.fromkeys(("expand", "expand_as"), reads("self")(_expand)),

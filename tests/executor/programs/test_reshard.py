@@ -32,7 +32,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
 from stratagem.simulator.sharding.mesh_transfers import Transfer, tile_moves
-from stratagem.simulator.sharding.resharding_paths import TRANSITIONS, Resharder, Step
+from stratagem.simulator.sharding.resharding_paths import TRANSITIONS, Resharder, ReshardingStep
 from stratagem.simulator.sharding.tensor_parts import (
     Box,
     TensorPart,
@@ -118,7 +118,7 @@ def convert(
     source: Placements,
     target: Placements,
     mesh: DeviceMesh,
-    path: Sequence[Step],
+    path: Sequence[ReshardingStep],
 ) -> dict[tuple[int, ...], Tensor | None]:
     """Run a path on every device; per coordinates what it has afterwards."""
     sizes = tuple(next(iter(values.values())).shape)
@@ -139,7 +139,7 @@ def convert(
 
 def path_between(
     sizes: tuple[int, ...], source: Placements, target: Placements, shape: tuple[int, ...]
-) -> tuple[Step, ...] | None:
+) -> tuple[ReshardingStep, ...] | None:
     try:
         return Resharder(shape, [LINK] * len(shape)).path(sizes, 4, source, target)
     except ValueError:

@@ -29,7 +29,7 @@ from stratagem.executor.running.launch import launch
 from stratagem.executor.running.world import process_rank
 from stratagem.executor.watching.judges import Beat, Follower, Judge, Limits
 from stratagem.executor.watching.process_activity import Activity
-from stratagem.executor.watching.rank_place import Place, Where
+from stratagem.executor.watching.rank_place import Place, RunPoint
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -465,24 +465,24 @@ def test_a_network_that_is_cut_stops_both_sides(
 # -- what the first rank concludes --------------------------------------------------------------
 
 
-def beats(count: int, *places: Where, done: bool = False) -> dict[int, Beat]:
+def beats(count: int, *places: RunPoint, done: bool = False) -> dict[int, Beat]:
     return {
         rank: Beat(count, where, "host", 100 + rank, done) for rank, where in enumerate(places)
     }
 
 
-MOVING = Where(3, "taking the batch", slow=False)
+MOVING = RunPoint(3, "taking the batch", slow=False)
 THREE = {0: 3, 1: 3, 2: 3}
 """Periods that each rank may say nothing."""
-WAITING = Where(3, "fc sync", 12, waits=True, slow=False)
+WAITING = RunPoint(3, "fc sync", 12, waits=True, slow=False)
 
 
 def test_only_ranks_that_say_nothing_are_silent() -> None:
     judge = Judge(2, Limits())
     for count in range(1, 50):
-        assert judge(beats(count, Where(count), MOVING), THREE) is None
+        assert judge(beats(count, RunPoint(count), MOVING), THREE) is None
     findings = [
-        judge({**beats(60 + i, Where(i)), 1: beats(49, MOVING)[0]}, THREE) for i in range(3)
+        judge({**beats(60 + i, RunPoint(i)), 1: beats(49, MOVING)[0]}, THREE) for i in range(3)
     ]
     assert findings[:2] == [None, None]
     assert findings[2] is not None
@@ -519,7 +519,7 @@ def test_a_long_instruction_is_given_time() -> None:
     assert first_finding(judge, lambda count: beats(count, waiting, waiting), 60) == 11
 
 
-BUILDING = Where(-1, "building the model")
+BUILDING = RunPoint(-1, "building the model")
 
 
 def test_what_has_no_expected_time_may_take_as_long_as_it_works() -> None:

@@ -35,7 +35,7 @@ from stratagem.simulator.simulation.priced_plan import StageModel, block_times, 
 from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
 from stratagem.simulator.stage.cell_layouts import Cells
 from stratagem.simulator.stage.device_cells import CellBlock
-from stratagem.simulator.stage.stage_blocks import Block, Role
+from stratagem.simulator.stage.stage_blocks import Block, TaskRole
 from tests.support.cell_plans import (
     COSTS,
     assert_same_times,
@@ -93,21 +93,21 @@ def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
         small, table = stage.table.graph, stage.table
         forward, last = (_Reads(stage.cell_blocks[k]) for k in (FORWARD, LAST_BACKWARD))
         for edge in table.edges:
-            forward.check((Role.FORWARD, edge.consumer), (Role.FORWARD, edge.producer))
+            forward.check((TaskRole.FORWARD, edge.consumer), (TaskRole.FORWARD, edge.producer))
             if small.edge_needs_gradient(edge):
-                last.check((Role.BACKWARD, edge.producer), (Role.BACKWARD, edge.consumer))
+                last.check((TaskRole.BACKWARD, edge.producer), (TaskRole.BACKWARD, edge.consumer))
         for i in table.operators:
             if small.operators[i].weights:
-                forward.check((Role.FORWARD, i), (Role.GATHER, i))
-            last.check((Role.SYNC, i), (Role.BACKWARD, i))
-            last.check((Role.UPDATE, i), (Role.SYNC, i))
-            last.check((Role.PUBLISH, i), (Role.UPDATE, i))
+                forward.check((TaskRole.FORWARD, i), (TaskRole.GATHER, i))
+            last.check((TaskRole.SYNC, i), (TaskRole.BACKWARD, i))
+            last.check((TaskRole.UPDATE, i), (TaskRole.SYNC, i))
+            last.check((TaskRole.PUBLISH, i), (TaskRole.UPDATE, i))
         for k, (owner, user) in enumerate(table.ties):
-            forward.check((Role.FORWARD, user), (Role.TIE_GATHER, k), busy=True)
-            last.check((Role.BACKWARD, user), (Role.TIE_GATHER, k), busy=True)
-            last.check((Role.TIE_GRADIENT, k), (Role.BACKWARD, user), busy=True)
-            last.check((Role.UPDATE, owner), (Role.TIE_GRADIENT, k))
-            last.check((Role.TIE_PUBLISH, k), (Role.UPDATE, owner), busy=True)
+            forward.check((TaskRole.FORWARD, user), (TaskRole.TIE_GATHER, k), busy=True)
+            last.check((TaskRole.BACKWARD, user), (TaskRole.TIE_GATHER, k), busy=True)
+            last.check((TaskRole.TIE_GRADIENT, k), (TaskRole.BACKWARD, user), busy=True)
+            last.check((TaskRole.UPDATE, owner), (TaskRole.TIE_GRADIENT, k))
+            last.check((TaskRole.TIE_PUBLISH, k), (TaskRole.UPDATE, owner), busy=True)
 
 
 @settings(max_examples=20, deadline=None)
@@ -118,7 +118,7 @@ def test_nothing_takes_memory_before_its_cell_has_run_what_was_before(
     """A gather or a recomputation waits for the last of its cell's passes up to its release."""
     graph = model_graph(name)
     plan = random_plan(name, random.Random(seed), pins=0.5)
-    passes = (Role.FORWARD, Role.BACKWARD)
+    passes = (TaskRole.FORWARD, TaskRole.BACKWARD)
     for stage in plan_model(plan, graph, COSTS).stages:
         for kind in (FORWARD, LAST_BACKWARD):
             block = stage.cell_blocks[kind]
@@ -128,7 +128,7 @@ def test_nothing_takes_memory_before_its_cell_has_run_what_was_before(
                 for cell in block.cells_of(copy).tolist() if roles[task] in passes else ():
                     ran[cell].append(task)
             released = releases(
-                block.block, (Role.GATHER, Role.TIE_GATHER, Role.RECOMPUTE), passes
+                block.block, (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE), passes
             )
             for copy, task in enumerate(block.task.tolist()):
                 for cell in block.cells_of(copy).tolist() if task in released else ():
@@ -136,7 +136,7 @@ def test_nothing_takes_memory_before_its_cell_has_run_what_was_before(
                     assert set(earlier[-1:]) <= before[copy]
 
 
-def releases(block: Block, what: tuple[Role, ...], by: tuple[Role, ...]) -> dict[int, int]:
+def releases(block: Block, what: tuple[TaskRole, ...], by: tuple[TaskRole, ...]) -> dict[int, int]:
     """The first of the tasks `by` that each task of `what` waits for in the folded block."""
     found: dict[int, int] = {}
     for task, role in enumerate(block.roles):
@@ -159,13 +159,13 @@ class _Reads:
                 assert after > copy
                 self.before[after] |= self.before[copy] | {task}
 
-    def tasks(self, role: Role, of: int) -> list[int]:
+    def tasks(self, role: TaskRole, of: int) -> list[int]:
         block = self.block.block
         subject = block.subjects
         return [t for t, r in enumerate(block.roles) if r is role and subject[t] == of]
 
     def check(
-        self, reads: tuple[Role, int], made: tuple[Role, int], *, busy: bool = False
+        self, reads: tuple[TaskRole, int], made: tuple[TaskRole, int], *, busy: bool = False
     ) -> None:
         """The last of the pieces of `reads` waits for all of `made`, on all of its cells."""
         for copy in np.flatnonzero(self.block.task == self.tasks(*reads)[-1]).tolist():
@@ -199,7 +199,7 @@ def test_conversions_join_the_devices_that_talk(name: str, seed: int) -> None:
     for stage in unfolded(model).stages:
         block, mesh = stage.cell_blocks[FORWARD], stage.table.mesh
         small = stage.table.graph
-        for task, groups in copies(block, Role.CONVERT).items():
+        for task, groups in copies(block, TaskRole.CONVERT).items():
             edge = stage.table.edges[int(block.block.subjects[task])]
             producer, consumer = small.operators[edge.producer], small.operators[edge.consumer]
             made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
@@ -327,7 +327,7 @@ def resources(block: CellBlock, copy: int) -> list[int]:
     return sorted(block.graph.set_resources[lo:hi].tolist())
 
 
-def copies(block: CellBlock, role: Role) -> dict[int, list[list[int]]]:
+def copies(block: CellBlock, role: TaskRole) -> dict[int, list[list[int]]]:
     """Per task of a role that has something to do the cells of each of its copies."""
     found: dict[int, list[list[int]]] = defaultdict(list)
     for copy, task in enumerate(block.task.tolist()):
@@ -346,7 +346,7 @@ def test_gradients_are_summed_by_the_groups_of_the_mesh(axis: int) -> None:
         for name, choice in wanted.items()
     }
     model = unfolded(plan_model(one_stage(graph, shape, choices), graph, COSTS))
-    syncs = copies(model.stages[0].cell_blocks[LAST_BACKWARD], Role.SYNC)
+    syncs = copies(model.stages[0].cell_blocks[LAST_BACKWARD], TaskRole.SYNC)
     assert syncs
     expected = sorted(list(group) for group in mesh_of(shape).groups(axis))
     assert all(sorted(groups) == expected for groups in syncs.values())
@@ -366,7 +366,7 @@ def test_sums_inside_an_operator_are_gangs(kind: str, dim: str) -> None:
     together = sorted(list(group) for group in mesh_of(shape).groups(1))
     apart = [[device] for device in range(8)]
     block = stage.cell_blocks[FORWARD]
-    for task, groups in copies(block, Role.FORWARD).items():
+    for task, groups in copies(block, TaskRole.FORWARD).items():
         name = graph.operators[int(block.block.subjects[task])].name
         assert sorted(groups) == (together if name in names else apart)
 
@@ -378,8 +378,10 @@ def test_a_send_holds_its_two_ends_and_no_other_cell() -> None:
     for name in names:
         choices[name] = Choice((Pin(1 if name == names[0] else 3),))
     forward = stage_of(one_stage(graph, (4,), choices), graph).cell_blocks[FORWARD]
-    assert list(copies(forward, Role.CONVERT).values()) == [[[1, 3]]]
-    assert copies(forward, Role.FORWARD)[forward.block.names.index(f"{names[0]} forward")] == [[1]]
+    assert list(copies(forward, TaskRole.CONVERT).values()) == [[[1, 3]]]
+    assert copies(forward, TaskRole.FORWARD)[forward.block.names.index(f"{names[0]} forward")] == [
+        [1]
+    ]
 
 
 def branches(depth: int, width: int, batch: int) -> OperatorGraph:

@@ -23,14 +23,14 @@ from stratagem.simulator.sharding.resharding_paths import (
     STEP_OVERHEAD,
     TRANSITIONS,
     Resharder,
-    Step,
+    ReshardingStep,
 )
 
 FAST = AxisLink(2e-6, 4e-12, crosses_nodes=False, shares_compute=False)
 SLOW = AxisLink(2e-5, 4e-11, crosses_nodes=True, shares_compute=False)
 
 
-def price(mesh: Resharder, steps: tuple[Step, ...]) -> float:
+def price(mesh: Resharder, steps: tuple[ReshardingStep, ...]) -> float:
     return mesh.seconds(steps, 4) + STEP_OVERHEAD * len(steps)
 
 

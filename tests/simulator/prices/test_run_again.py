@@ -17,7 +17,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.saved_for_backward import (
     saved_inside,
@@ -83,7 +83,11 @@ def demanded(graph: OperatorGraph, dropped: set[int]) -> set[int]:
 def test_what_runs_again_is_what_somebody_asks_for(model: str) -> None:
     graph, rng = MODELS[model](), np.random.default_rng(0)
     everything = range(len(graph.operators))
-    free = [i for i in everything if role_of(graph.operators[i]) not in (Role.SOURCE, Role.LOSS)]
+    free = [
+        i
+        for i in everything
+        if role_of(graph.operators[i]) not in (OperatorRole.SOURCE, OperatorRole.LOSS)
+    ]
     policy = {graph.index[name] for name in recomputed_operators(graph, "full")}
     some = [set(rng.choice(free, size=len(free) // 2).tolist()) for _ in range(20)]
     for dropped in (policy, set(free), *some):

@@ -13,7 +13,7 @@ from stratagem.simulator.torch_ops.aten.arguments import (
     HARMLESS,
     SHAPE_SAYS,
     Given,
-    Reading,
+    ReadingFunction,
     reads,
 )
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
@@ -21,7 +21,7 @@ from stratagem.simulator.torch_ops.aten.sources import SOURCES
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.plans import assert_equal_to_torch, make_case, make_plan, whole
 
-TABLES: dict[str, dict[str, Reading]] = {"operator": HANDLERS, "source": SOURCES}  # type: ignore[type-arg]
+TABLES: dict[str, dict[str, ReadingFunction]] = {"operator": HANDLERS, "source": SOURCES}  # type: ignore[type-arg]
 
 
 def arguments_of(name: str) -> set[str]:

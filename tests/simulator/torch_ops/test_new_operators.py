@@ -18,7 +18,11 @@ from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.kind_record import OperatorKind, Role, no_operations
+from stratagem.simulator.operators.kinds.kind_record import (
+    OperatorKind,
+    OperatorRole,
+    no_operations,
+)
 from stratagem.simulator.operators.kinds.operator_kinds import KINDS, registered_kinds
 from stratagem.simulator.operators.kinds.traffic import EachTensorOnce
 from stratagem.simulator.operators.operator import Operator
@@ -32,7 +36,7 @@ from tests.support.fresh_process import in_fresh_process
 
 FLIP = OperatorKind(
     name="flip",
-    role=Role.OTHER,
+    role=OperatorRole.OTHER,
     flops=no_operations,
     backward_flops=1.0,
     product=None,

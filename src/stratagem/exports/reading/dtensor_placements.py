@@ -27,7 +27,7 @@ from stratagem.simulator.graph.placement import (
     splits_of,
     weight_placements,
 )
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import DimKind, Edge, Layout, Operator, factor_sizes
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -92,7 +92,7 @@ def nearest_config(operator: Operator, config: Config, shape: Sequence[int]) -> 
 
 def _can_say(operator: Operator, config: Config, shape: Sequence[int]) -> bool:
     """Whether all tensors have placements; rows of a table may be split along one axis only."""
-    if role_of(operator) is Role.LOOKUP:
+    if role_of(operator) is OperatorRole.LOOKUP:
         rows = {d.name for d in operator.dims if d.kind is DimKind.REDUCTION}
         if any(sum(n > 1 for n in splits_of(config, name, shape)) > 1 for name in rows):
             return False

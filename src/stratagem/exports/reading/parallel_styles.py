@@ -14,7 +14,7 @@ from stratagem.exports.reading.dtensor_placements import (
 )
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Placement, Shard, output_placements
-from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, Role
+from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Stage
@@ -86,9 +86,9 @@ def _style(
 
 def _ways(operator: Operator) -> dict[Placement, str]:
     """The style that splits a weight so."""
-    if role_of(operator) is Role.LAYER and not operator.attributes["transposed"]:
+    if role_of(operator) is OperatorRole.LAYER and not operator.attributes["transposed"]:
         return {Shard(0): "ColwiseParallel", Shard(1): "RowwiseParallel"}
-    if role_of(operator) is Role.LOOKUP:
+    if role_of(operator) is OperatorRole.LOOKUP:
         return {Shard(1): "ColwiseParallel", Shard(0): "RowwiseParallel"}
     return {}
 
@@ -102,7 +102,7 @@ def _arrival(graph: OperatorGraph, operator: Operator, stage: Stage, axis: int) 
     source = graph.operator(read.source)
     if source.is_source or source.name not in stage.choices:
         return REPLICATE
-    if role_of(source) in (Role.LAYER, Role.LOOKUP) and module_of(graph, source):
+    if role_of(source) in (OperatorRole.LAYER, OperatorRole.LOOKUP) and module_of(graph, source):
         return read_placements(operator, 0, stage)[axis]
     config = stage.choices[source.name].config
     made = output_placements(source.outputs[read.output], config)[axis]

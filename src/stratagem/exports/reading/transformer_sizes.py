@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.kinds.kind_record import Role
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Operator, factors
 
@@ -60,7 +60,8 @@ def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
     """
     dims = logical_dims(graph)
     attentions, tables, losses = (
-        _of_role(graph, role) for role in (Role.ATTENTION, Role.LOOKUP, Role.LOSS)
+        _of_role(graph, role)
+        for role in (OperatorRole.ATTENTION, OperatorRole.LOOKUP, OperatorRole.LOSS)
     )
     if not (attentions and tables and losses and "features" in dims) or "experts" in dims:
         return None
@@ -70,10 +71,10 @@ def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
     heads = dims["heads"].sizes
     if len(hidden) != 1 or len(heads) != 1 or len(dims["features"].sizes) != 1:
         return None
-    rotary = bool(_of_role(graph, Role.ROTATION))
+    rotary = bool(_of_role(graph, OperatorRole.ROTATION))
     if not rotary and len(tables) < 2:
         return None
-    products = _of_role(graph, Role.LAYER)
+    products = _of_role(graph, OperatorRole.LAYER)
     inner = {name for chain in dims["hidden"].chains for name, _ in chain}
     return TransformerSizes(
         layers=len(attentions),
@@ -84,14 +85,14 @@ def transformer_sizes(graph: OperatorGraph) -> TransformerSizes | None:
         sequence=attentions[0].sizes["query"],
         vocabulary=tables[0].sizes["vocabulary"],
         tied=any(op.weights[0].parameter == tables[0].weights[0].parameter for op in products),
-        rms_norm=bool(_of_role(graph, Role.RMS_NORM)),
+        rms_norm=bool(_of_role(graph, OperatorRole.RMS_NORM)),
         gated=sum(op.name in inner for op in products) == 3 * len(attentions),
         rotary=rotary,
         biases=any(len(op.weights) > 1 for op in products),
     )
 
 
-def _of_role(graph: OperatorGraph, role: Role) -> list[Operator]:
+def _of_role(graph: OperatorGraph, role: OperatorRole) -> list[Operator]:
     return [operator for operator in graph.operators if role_of(operator) is role]
 
 
