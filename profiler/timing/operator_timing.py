@@ -22,7 +22,7 @@ from stratagem.profiler.timing.random_operands import (
 )
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.run_kernel import prepare_kernel
 from stratagem.simulator.torch_ops.kernels.shards import whole
 
 T = TypeVar("T")
@@ -136,7 +136,8 @@ class Trial:
         self.device = device
         self.operands: Operands = random_operands(operator, training, device)
         self.leaves = self.operands.leaves
-        self._shards = whole(operator, training.formats.rounded_to)
+        shards = whole(operator, training.formats.rounded_to)
+        self._run = prepare_kernel(operator, shards)
         self.output_gradients = [torch.randn_like(made) for made in self._gradient_outputs()]
 
     @property
@@ -151,7 +152,7 @@ class Trial:
             viewed(tensor, read, sizes)
             for tensor, read in zip(self.operands.inputs, self.operator.inputs, strict=True)
         ]
-        return run_kernel(self.operator, self._shards, inputs, self.operands.weights)
+        return (self._run(inputs, self.operands.weights),)
 
     def backward(self, outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Run the backward pass of what `forward` returned."""
