@@ -36,6 +36,7 @@ from stratagem.executor.interpreter.operator_actions import (
 )
 from stratagem.executor.program.instructions import Backward, Forward
 from stratagem.executor.resharding.seats import Seat
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
@@ -277,11 +278,12 @@ def _weight(member: SegmentMember, slot: int, links: Links, memory: NamedValues)
 
 
 def _wider(member: SegmentMember, slot: int) -> torch.dtype | None:
-    """The dtype of its running statistics, in which a batch norm reads other weights than it."""
-    if member.operator.kind != "batch_norm":
+    """The dtype of its running statistics, in which a norm that has them reads other weights."""
+    buffers = kind_of(member.operator).buffers
+    if not buffers:
         return None
-    own, *_, running = member.dtypes
-    return running if own not in (None, running) and slot < 2 else None
+    own, running = member.dtypes[0], member.dtypes[buffers[-1]]
+    return running if own not in (None, running) and slot not in buffers else None
 
 
 def backward(members: Sequence[SegmentMember], links: Links, memory: NamedValues) -> Action:
