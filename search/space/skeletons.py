@@ -221,7 +221,7 @@ def followed_policy(stage: Stage, recomputed: Mapping[str, frozenset[str]]) -> s
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> graph = gpt(num_layers=2, hidden=8, num_heads=2, sequence=4, batch=2)
         >>> plan = TrainingSetup(microbatch=2, recompute="full").plan(
-        ...     graph, Cluster.preset("dgx-a100", devices_per_node=1)
+        ...     graph, Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=1)
         ... )
         >>> followed_policy(plan.stages[0], recomputed_by(graph, ("none", "full")))
         'full'
