@@ -7,8 +7,13 @@ import signal
 
 
 def pytest_configure() -> None:
-    """Under nohup processes are born deaf to a hang-up, and so would those be that tests start."""
+    """Hear what a shell has its background deaf to, as would be those processes that tests start.
+
+    Under nohup that is the hang-up, behind an ampersand Ctrl-C.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
