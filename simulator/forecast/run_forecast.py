@@ -257,8 +257,8 @@ def forecast_run(
         True
 
     Args:
-        simulation: of the plan that is to be run; its cluster says how many nodes there are, and
-            what they cost.
+        simulation: of the plan that is to be run. Nodes that it uses may fail; those that it
+            leaves idle are paid for as the others are.
         steps: that the run has.
         hazards: what may go wrong; nothing, if left out.
         checkpoints: when they are written and what that takes; if left out, that takes nothing.
@@ -274,7 +274,9 @@ def forecast_run(
             raise ValueError(f"{name} is {value}; forecast one or more")
     hazards, checkpoints = hazards or Hazards(), checkpoints or Checkpoints()
     cluster = simulation.plan.cluster
-    mtbf = hazards.mtbf(cluster.num_nodes)
+    used = {d for stage in simulation.plan.stages for d in stage.mesh.devices}
+    num_nodes = len({cluster.node_of(device) for device in used})
+    mtbf = hazards.mtbf(num_nodes)
     between = checkpoints.interval(mtbf) / simulation.step_time
     plan = RunPlan(
         steps=steps,
@@ -282,7 +284,7 @@ def forecast_run(
         steps_between=max(1, round(min(between, steps))),
         checkpoint_seconds=checkpoints.seconds,
         write_seconds=checkpoints.write_seconds,
-        num_nodes=cluster.num_nodes,
+        num_nodes=num_nodes,
     )
     _check_progress(plan, hazards, mtbf)
     played = [

@@ -42,6 +42,20 @@ def test_spare_nodes_are_paid_for() -> None:
     assert forecast.price_per_hour == 50.0
 
 
+def test_nodes_that_a_plan_leaves_idle_do_not_end_it() -> None:
+    """Each of two nodes fails as often as one of four, so half as often as the four together."""
+    half = sg.TrainingSetup().plan(GRAPH, CLUSTER.resized(num_nodes=2))
+    on_two = replace(SURE, plan=replace(half, cluster=CLUSTER))
+    hazards = sg.Hazards(node_mtbf_hours=100, restart_seconds=60)
+    two, four = (
+        sg.forecast_run(each, steps=100_000, hazards=hazards, checkpoints=SAVING, runs=30)
+        for each in (on_two, SURE)
+    )
+    assert two.plan.num_nodes == 2
+    assert two.price_per_hour == four.price_per_hour
+    assert two.failures.mean() == pytest.approx(four.failures.mean() / 2, rel=0.2)
+
+
 def test_the_error_of_the_step_is_that_of_the_run() -> None:
     """Without mishaps the spread is that of the prediction: its logarithm is normal."""
     unsure = replace(SIMULATION, relative_error=0.2)
