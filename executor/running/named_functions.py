@@ -25,9 +25,26 @@ def make_model(spec: str, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
     Raises:
         ValueError: when there is no such function, or it returns something else.
     """
+    return model_of(spec, made_by(spec, seed))
+
+
+def made_by(spec: str, seed: int) -> object:
+    """What the function that ``module:function`` names returns, torch seeded before.
+
+    Raises:
+        ValueError: when there is no such function.
+    """
     make = _function(spec, "model")
     torch.manual_seed(seed)
-    made = make()
+    return make()
+
+
+def model_of(spec: str, made: object) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model and example inputs that were `made_by` a function.
+
+    Raises:
+        ValueError: when it returned something else.
+    """
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(
             f"model {spec!r} returned a {type(made).__name__}; it must return (model, dict of "

@@ -120,6 +120,11 @@ class DeviceMemory:
     capacity: int
     _find_alive: Callable[[], tuple[Alive, ...]]
 
+    def __repr__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        peak, capacity = format_bytes(self.peak), format_bytes(self.capacity)
+        return f"<DeviceMemory: {peak} of {capacity} at the peak, {verdict}>"
+
     @cached_property
     def alive(self) -> tuple[Alive, ...]:
         """Everything that is in memory at the peak, largest first."""

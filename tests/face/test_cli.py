@@ -20,6 +20,7 @@ from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.face import verbs
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
@@ -228,6 +229,20 @@ def test_search_is_the_same_again(place: Path) -> None:
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
 
+@pytest.mark.parametrize("spec", ["sg.models:mlp([64, 64], batch=64)", "built:graph"])
+def test_a_model_may_be_a_graph_that_is_built(place: Path, spec: str) -> None:
+    (place / "built.py").write_text(
+        "import stratagem as sg\n\ndef graph():\n    return sg.models.mlp([64, 64], batch=64)\n"
+    )
+    graph = mlp([64, 64], batch=64)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+    plan = TrainingSetup(zero=1).plan(graph, cluster)
+    plan.save("built.json")
+    shown = call("simulate", "built.json", spec, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["step_time"] == verbs.simulate(plan, graph).step_time
+
+
 def test_capture_writes_what_search_reads(place: Path) -> None:
     done = call("capture", "small_model:build", "-o", "captured.json")
     assert done.exit_code == 0, done.output
@@ -249,6 +264,11 @@ def test_capture_writes_what_search_reads(place: Path) -> None:
         (("search", "small_model:broken", *SMALL), "ZeroDivisionError: division by zero"),
         (("search", "small_model:wrong", *SMALL), "must return (model, dict of example inputs)"),
         (("search", "plan", *SMALL), "neither"),
+        (("search", "sg.models:gtp(batch=8)", *SMALL), "called 'gtp' (did you mean 'gpt'?)"),
+        (("search", "sg.models:gpt(layers=2)", *SMALL), "gpt takes num_layers"),
+        (("search", "sg.models:gpt(batch=print())", *SMALL), "no numbers, texts or lists"),
+        (("search", "sg.models:gpt(", *SMALL), "neither module:function"),
+        (("search", "sg.models:padded_vocabulary(5, 8)", *SMALL), "makes no graph but a int"),
         (("search", "broken.json", *SMALL), "graph file broken.json is broken"),
         (("search", "graph.json", "-c", "dgx-a10"), "there are a100-1600g, a100-400g"),
         (("search", "graph.json", "-c", "broken.json"), "cluster file broken.json is broken"),

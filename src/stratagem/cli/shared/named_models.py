@@ -1,12 +1,21 @@
-"""What the command line calls a model (a function, or a graph file) and a cluster."""
+"""What the command line calls a model and a cluster.
+
+A model is a function ``module:function`` that returns it or its graph, a graph file, or a builder
+of `sg.models` with its arguments: ``sg.models:gpt(num_layers=12, batch=64)``.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from stratagem.basics.source_places import at_place
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph import models
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 
@@ -14,17 +23,22 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _SPEC = re.compile(r"[\w.]+:\w+")
+_BUILDER = re.compile(r"sg\.models:(\w+)(\(.*\))?", re.DOTALL)
 
 
 def load_graph(spec: str) -> OperatorGraph:
-    """The operator graph of a model: captured, or read from a file that `capture` wrote.
+    """The operator graph of a model: captured, built, or read from a file that `capture` wrote.
 
     Example:
         >>> load_graph("examples.small_gpt:build")  # doctest: +SKIP
+        >>> load_graph("sg.models:mlp([8, 16, 4], batch=32)").num_parameters
+        212
 
     Raises:
         ValueError: the file is broken or missing, or the function is missing or fails.
     """
+    if builder := _BUILDER.fullmatch(spec):
+        return _built(spec, builder[1], builder[2] or "()")
     if not _SPEC.fullmatch(spec):
         if not Path(spec).exists():
             raise ValueError(
@@ -38,7 +52,10 @@ def load_graph(spec: str) -> OperatorGraph:
         return OperatorGraph.load(spec)
     from stratagem.simulator.torch_ops.capture.capture import capture
 
-    model, inputs = load_model(spec)
+    made = _made(spec)
+    if isinstance(made, OperatorGraph):
+        return made
+    model, inputs = _named_functions().model_of(spec, made)
     return capture(model, kwargs=inputs, name=spec.partition(":")[0].rpartition(".")[2])
 
 
@@ -50,15 +67,49 @@ def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:
     Raises:
         ValueError: there is no such function, or it fails or returns something else.
     """
-    from stratagem.executor.running.named_functions import make_model
+    return _named_functions().model_of(spec, _made(spec))
 
+
+def _named_functions() -> ModuleType:
+    from stratagem.executor.running import named_functions
+
+    return named_functions
+
+
+def _made(spec: str) -> object:
+    """What a named function returns; its errors name it and the line of it."""
     try:
-        return make_model(spec, seed=0)
+        return _named_functions().made_by(spec, seed=0)
     except ValueError:
         raise
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise ValueError(f"model {spec!r} failed{at_place(error)}: {said}") from error
+
+
+def _built(spec: str, name: str, arguments: str) -> OperatorGraph:
+    """The graph of a builder of `sg.models`, its arguments numbers, texts and lists of such."""
+    builders = {each: getattr(models, each) for each in models.__all__ if each.islower()}
+    if name not in builders:
+        raise unknown("builder of sg.models called", name, builders)
+    try:
+        call = ast.parse(f"f{arguments}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        given = [ast.literal_eval(each) for each in call.args]
+        named = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ValueError(
+            f"model {spec!r} has arguments that are no numbers, texts or lists; write "
+            f"sg.models:{name}(batch=64)"
+        ) from None
+    try:
+        made = builders[name](*given, **named)
+    except TypeError as error:
+        signature = ", ".join(inspect.signature(builders[name]).parameters)
+        raise ValueError(f"model {spec!r}: {error}; {name} takes {signature}") from error
+    if not isinstance(made, OperatorGraph):
+        raise ValueError(f"model {spec!r} makes no graph but a {type(made).__name__}")
+    return made
 
 
 def load_cluster(name: str, nodes: int | None = None, devices: int | None = None) -> Cluster:

@@ -51,7 +51,7 @@ def among(names: Callable[[], Sequence[str]] | Sequence[str]) -> Callable[[str],
 
 
 Model = Annotated[
-    str, typer.Argument(help="module:function returning (model, inputs), or a graph file")
+    str, typer.Argument(help="module:function, a graph file, or sg.models:gpt(batch=64)")
 ]
 PlanFile = Annotated[Path, typer.Argument(help="plan file, from search")]
 ClusterName = Annotated[
