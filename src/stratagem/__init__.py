@@ -18,6 +18,8 @@ from typing import Any
 from stratagem.basics.version import __version__
 
 _HOMES = {
+    "Annotated": "stratagem.searcher.semi_automatic.annotated_plans",
+    "AnnotationRegret": "stratagem.searcher.semi_automatic.regret",
     "Budget": "stratagem.searcher.driver.result",
     "Options": "stratagem.searcher.space.skeletons",
     "Comparison": "stratagem.runs.predicted_and_measured",
