@@ -84,7 +84,13 @@ def _simulation(path: Path) -> object:
 
 
 def _forecast(folder: Path) -> bytes:
-    hazards = sg.Hazards(node_mtbf_hours=10, restart_seconds=20, node_slow_hours=9, slow_minutes=2)
+    hazards = sg.Hazards(
+        node_mtbf_hours=10,
+        restart_seconds=20,
+        node_slow_hours=9,
+        slow_minutes=2,
+        slow_factor=1.5,
+    )
     simulation = simulate_plan(PLAN, GRAPH, default_costs())
     return sg.forecast_run(simulation, steps=10**7, hazards=hazards, runs=4).to_json().encode()
 
