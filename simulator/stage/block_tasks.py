@@ -13,7 +13,7 @@ but updates wait until all gradients are made, as those of a program come behind
 
 Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
 recomputed is made again when backward comes to the first operator that may need it; inputs that
-are only converted again are so beside the operator before. An operator
+are only converted again are so beside the operator before (see `recompute_triggers`). An operator
 that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
 operator that makes the tensor, or piece j of its reader waits for it (see `pieces_and_fusion`).
 Readers of one tensor may have a conversion in common (see `shared_conversions`), so they are made
@@ -37,7 +37,7 @@ from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
 from stratagem.simulator.sharding.parameter_homes import gradient_buckets
 from stratagem.simulator.stage.bucketed_syncs import shared_latency, shortened
-from stratagem.simulator.stage.recompute_triggers import recompute_triggers
+from stratagem.simulator.stage.recompute_triggers import recompute_triggers, regather_releases
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
 from stratagem.simulator.stage.stage_blocks import (
     PREFETCH,
@@ -138,6 +138,7 @@ class _TaskWriter:
         self.triggers = recompute_triggers(self.table)
         self.sharing = sharing_of(self.table, self.triggers)
         self.chains = chains_of(self.table, self.triggers)
+        self.releases = regather_releases(self.table, self.chains[SharedBy.REGATHER])
 
     def forward(self) -> Block:
         """Every operator's forward pass, conversions between, gathers ahead."""
@@ -187,8 +188,7 @@ class _TaskWriter:
                 for edge in [self.table.edges[k]]
                 if edge.producer in again
             ]
-            before = done[order[place - 2]] if place > 1 else []
-            first += self._regathered(made, i, before)
+            first += self._regathered(made, i)
             first += host.launches(i, "backward", self._row(i).launch_backward)
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for k in self.outgoing.get(i, ()):
@@ -342,8 +342,8 @@ class _TaskWriter:
             before,
         )
 
-    def _regathered(self, now: _Pass, i: int, gate: Sequence[int]) -> list[int]:
-        """Convert inputs again that were not kept as they were read, not before `gate`.
+    def _regathered(self, now: _Pass, i: int) -> list[int]:
+        """Convert inputs again that were not kept as they were read (see `regather_releases`).
 
         Whoever reads the same result later in backward waits for that, be it for nothing: whether
         one of them might convert it again must not change when the others run.
@@ -358,7 +358,9 @@ class _TaskWriter:
                 tasks += ahead
             else:
                 made = [again[edge.producer]] if edge.producer in again else []
-                waits = [*made, *gate[-1:], *now.host.converts(k, SharedBy.REGATHER), *ahead]
+                release = self.releases.get(k)
+                gate = [] if release is None else now.done[self.table.operators[-1 - release]][-1:]
+                waits = [*made, *gate, *now.host.converts(k, SharedBy.REGATHER), *ahead]
                 task = self._converted(draft, k, SharedBy.REGATHER, 0, row.regather, waits)
                 now.regathered[k] = task
                 tasks.append(task)
