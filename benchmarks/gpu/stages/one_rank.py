@@ -51,6 +51,8 @@ WAYS: dict[str, Way] = {
     **{each: Way(each) for each in FAMILIES},
     "gpt, bfloat16": Way(precision="bfloat16"),
     "gpt, float16": Way(precision="float16"),
+    "gpt, mixed bfloat16": Way(precision="mixed bfloat16"),
+    "gpt, mixed float16": Way(precision="mixed float16"),
     "gpt, float8": Way(precision="float8"),
     "llama, bfloat16": Way("llama", precision="bfloat16"),
     "resnet, bfloat16": Way("resnet", precision="bfloat16"),

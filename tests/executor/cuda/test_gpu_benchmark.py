@@ -20,7 +20,7 @@ from benchmarks.gpu.results import add, all_lines, file_of, lines_of
 from benchmarks.gpu.runner import ROOT, run_stages
 from benchmarks.gpu.setting import DONE, SKIPPED, STAGES, Setting, SkippedError
 from benchmarks.gpu.stages.one_rank import LOSSES_OFF
-from stratagem.simulator.kernel_times.training import PRECISIONS
+from stratagem.simulator.base.precision import PRECISIONS
 
 STAGE = "kernels"
 CASES = """
@@ -250,7 +250,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_every_precision_has_a_limit() -> None:
-    assert LOSSES_OFF.keys() == set(PRECISIONS)
+    assert LOSSES_OFF.keys() == {each.storage for each in PRECISIONS.values()}
 
 
 def command(*options: str) -> Sequence[str]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.simulator.base.files import encode
+from stratagem.simulator.base.precision import PRECISIONS
 from stratagem.simulator.graph.models import gpt, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -26,7 +27,7 @@ from stratagem.simulator.kernel_times.cost_model import Cost, CostSource, Direct
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
 from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_products
 from stratagem.simulator.kernel_times.memory_traffic import backward_moved, forward_moved
-from stratagem.simulator.kernel_times.training import PRECISIONS, Training
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 
 BFLOAT16 = Training("bfloat16")
@@ -85,7 +86,7 @@ def test_bundled_device_is_named_like_its_file(name: str) -> None:
 @pytest.mark.parametrize("name", FITTED)
 def test_every_precision_has_constants_that_say_where_they_are_from(name: str) -> None:
     device = DeviceType.preset(name)
-    assert set(device.products) == set(PRECISIONS)
+    assert set(device.products) == {each.products for each in PRECISIONS.values()}
     assert device.memory is not None
     assert device.attention is not None
     own = device.products["float16"]
