@@ -10,7 +10,6 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from stratagem.basics.source_places import at_place
@@ -50,12 +49,13 @@ def load_graph(spec: str) -> OperatorGraph:
                 f"inputs), as {Path(spec).stem}:build"
             )
         return OperatorGraph.load(spec)
+    from stratagem.executor.running.named_functions import model_of
     from stratagem.simulator.torch_ops.capture.capture import capture
 
     made = _made(spec)
     if isinstance(made, OperatorGraph):
         return made
-    model, inputs = _named_functions().model_of(spec, made)
+    model, inputs = model_of(spec, made)
     return capture(model, kwargs=inputs, name=spec.partition(":")[0].rpartition(".")[2])
 
 
@@ -67,19 +67,17 @@ def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:
     Raises:
         ValueError: there is no such function, or it fails or returns something else.
     """
-    return _named_functions().model_of(spec, _made(spec))
+    from stratagem.executor.running.named_functions import model_of
 
-
-def _named_functions() -> ModuleType:
-    from stratagem.executor.running import named_functions
-
-    return named_functions
+    return model_of(spec, _made(spec))
 
 
 def _made(spec: str) -> object:
     """What a named function returns; its errors name it and the line of it."""
+    from stratagem.executor.running.named_functions import made_by
+
     try:
-        return _named_functions().made_by(spec, seed=0)
+        return made_by(spec, seed=0)
     except ValueError:
         raise
     except Exception as error:
