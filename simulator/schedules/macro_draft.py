@@ -224,9 +224,13 @@ class Draft:
         return self.syncs[task]
 
     def _links(self, action: Action, kind: int, before: tuple[int, ...]) -> int:
-        """When the links of a block are through with it; they serve one block after the other."""
+        """When the links of a block are through with it; they serve one block after the other.
+
+        A last block says itself how long its sync takes if none are left over when it begins.
+        """
         task, rank = self.number[action], self.schedule.rank_of[action]
-        item, begin = int(self.item[0][task]), () if task == self._first[rank] else (task - 1,)
+        waits = kind not in _SYNCED and task != self._first[rank]
+        item, begin = int(self.item[0][task]), (task - 1,) if waits else ()
         links = self._add(_LINKS[kind], item, rank, (), [*before, *begin], action.microbatch)
         if kind in _SYNCED:
             self.linked[task] = links
