@@ -108,12 +108,18 @@ def play_in_order(pipeline: Pipeline) -> int:
 
 @uncounted()
 def note_longest_path(pipeline: Pipeline) -> None:
-    """Make the longest path of what was played in order last the last of the bounds."""
+    """Make the longest path of what was played in order last the last of the bounds.
+
+    What takes no time on it, as it is not longer than what is taken off it, counts as nothing.
+    """
     row = pipeline.bounds[pipeline.bounds.shape[0] - 1]
     row[:] = 0
     task = np.argmax(pipeline.end)
     while task >= 0:
-        row[pipeline.places[pipeline.entry[task]]] += 1
-        if pipeline.less[task] >= 0:
-            row[pipeline.places[pipeline.less[task]]] -= 1
+        entry, less = pipeline.entry[task], pipeline.less[task]
+        if less < 0:
+            row[pipeline.places[entry]] += 1
+        elif pipeline.proposed[entry] > pipeline.proposed[less]:
+            row[pipeline.places[entry]] += 1
+            row[pipeline.places[less]] -= 1
         task = pipeline.because[task]
