@@ -274,8 +274,7 @@ def forecast_run(
             raise ValueError(f"{name} is {value}; forecast one or more")
     hazards, checkpoints = hazards or Hazards(), checkpoints or Checkpoints()
     cluster = simulation.plan.cluster
-    used = {d for stage in simulation.plan.stages for d in stage.mesh.devices}
-    num_nodes = len({cluster.node_of(device) for device in used})
+    num_nodes = len(simulation.plan.nodes)
     mtbf = hazards.mtbf(num_nodes)
     between = checkpoints.interval(mtbf) / simulation.step_time
     plan = RunPlan(

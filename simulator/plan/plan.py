@@ -156,10 +156,20 @@ class Plan(SavedValue):
         """The stage of each operator, by name."""
         return {name: s for s, stage in enumerate(self.stages) for name in stage.operators}
 
+    @cached_property
+    def devices(self) -> frozenset[int]:
+        """The devices that the plan uses."""
+        return frozenset(device for stage in self.stages for device in stage.mesh.devices)
+
+    @property
+    def nodes(self) -> frozenset[int]:
+        """The nodes on which these are."""
+        return frozenset(map(self.cluster.node_of, self.devices))
+
     @property
     def num_devices(self) -> int:
         """Number of devices that the plan uses."""
-        return len({device for stage in self.stages for device in stage.mesh.devices})
+        return len(self.devices)
 
     @cached_property
     def device_types(self) -> tuple[DeviceType, ...]:
@@ -453,5 +463,4 @@ def _from_file(file: _PlanFile) -> Plan:
 
 def ranks_of(plan: Plan) -> dict[int, int]:
     """Ranks count the devices that a plan uses in ascending order."""
-    devices = sorted({device for stage in plan.stages for device in stage.mesh.devices})
-    return {device: rank for rank, device in enumerate(devices)}
+    return {device: rank for rank, device in enumerate(sorted(plan.devices))}

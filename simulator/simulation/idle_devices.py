@@ -36,17 +36,12 @@ def vain_devices(plan: Plan, graph: OperatorGraph) -> str:
             f"needs {left} {unit}{'s' if left > 1 else ''}"
         )
     if plan.num_devices < total:
-        idle = cluster.num_nodes - len({cluster.node_of(d) for d in _used(plan)})
+        idle = cluster.num_nodes - len(plan.nodes)
         whole = per_node > 1 and idle * per_node == total - plan.num_devices
         count, of = (idle, cluster.num_nodes) if whole else (total - plan.num_devices, total)
         verb = "do" if count > 1 else "does"
         found.append(f"{count} of {of} {'nodes' if whole else 'devices'} {verb} nothing")
     return "; ".join(found)
-
-
-def _used(plan: Plan) -> set[int]:
-    """The devices that some stage runs on."""
-    return {device for stage in plan.stages for device in stage.mesh.devices}
 
 
 def _repeated(plan: Plan, graph: OperatorGraph) -> Iterator[int]:

@@ -121,13 +121,12 @@ def accelerate_megatron(plan: Plan, graph: OperatorGraph) -> ExportDraft:
 
 def _common(found: Uniform, kind: str) -> dict[str, Any]:
     plan = found.plan
-    devices = {device for stage in plan.stages for device in stage.mesh.devices}
     names = {"bfloat16": "bf16", "float16": "fp16"}
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind,
         "mixed_precision": names.get(plan.training.formats.storage, "no"),
-        "num_machines": len({plan.cluster.node_of(device) for device in devices}),
+        "num_machines": len(plan.nodes),
         "num_processes": plan.num_devices,
     }
 

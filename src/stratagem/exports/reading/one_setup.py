@@ -297,8 +297,7 @@ class _Near:
         choices: Choices,
         stages: tuple[tuple[str, ...], ...],
     ) -> Plan:
-        devices = sorted(d for stage in self.plan.stages for d in set(stage.mesh.devices))
-        devices = list(dict.fromkeys(devices))[: degrees.devices]
+        devices = sorted(self.plan.devices)[: degrees.devices]
         share = degrees.devices // degrees.pipeline
         axes = setup.axes(degrees.data)
         meshes = [
