@@ -328,12 +328,8 @@ def repeated_blocks(graph: OperatorGraph) -> tuple[Repeat, ...]:
     Two sequences of two operators or more are equal when their operators have equal signatures
     and read from equally distant producers (see `repeats`).
     """
-    numbers: dict[tuple[Any, ...], int] = {}
-    keys = [
-        numbers.setdefault(_relative_signature(graph, i), len(numbers))
-        for i in range(len(graph.operators))
-    ]
-    return tuple(repeats(keys, shortest=2))
+    signatures = (_relative_signature(graph, i) for i in range(len(graph.operators)))
+    return tuple(repeats(signatures, shortest=2))
 
 
 def _narrow_cuts(graph: OperatorGraph) -> list[bool]:

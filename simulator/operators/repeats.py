@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -25,8 +25,8 @@ class Repeat:
         return Repeat(size - self.stop, self.length, self.count)
 
 
-def repeats(kinds: Sequence[int], *, shortest: int = 1, fewest: int = 2) -> Iterator[Repeat]:
-    """Runs of equal consecutive sequences, where equal numbers stand for items that are alike.
+def repeats(kinds: Iterable[Hashable], *, shortest: int = 1, fewest: int = 2) -> Iterator[Repeat]:
+    """Runs of equal consecutive sequences, where items of equal kinds are alike.
 
     Greedy from the left: at each item the length of a copy that covers most items, the shortest
     among equals.
@@ -36,16 +36,18 @@ def repeats(kinds: Sequence[int], *, shortest: int = 1, fewest: int = 2) -> Iter
         [Repeat(start=1, length=2, count=3), Repeat(start=7, length=1, count=2)]
 
     Args:
-        kinds: a number an item.
+        kinds: of each item.
         shortest: items of a copy, at least.
         fewest: copies, at least; 2 or more.
     """
-    places: dict[int, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(place)
+    numbers: dict[Hashable, int] = {}
+    numbered = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    places: list[list[int]] = [[] for _ in numbers]
+    for place, number in enumerate(numbered):
+        places[number].append(place)
     start = 0
-    while start < len(kinds):
-        best = _longest(kinds, start, places[kinds[start]], shortest, fewest)
+    while start < len(numbered):
+        best = _longest(numbered, start, places[numbered[start]], shortest, fewest)
         if best is not None:
             yield best
         start = start + 1 if best is None else best.stop

@@ -113,8 +113,7 @@ class CostTable:
     @cached_property
     def repeat(self) -> Repeat | None:
         """Where its operators repeat, by place: rows, edges and segments are alike, relatively."""
-        numbers: dict[object, int] = {}
-        found = sparing_repeat([numbers.setdefault(kind, len(numbers)) for kind in self._kinds()])
+        found = sparing_repeat(self._kinds())
         if found is None or self._farthest(found) > self.step_of(found):
             return None
         return found
@@ -133,7 +132,7 @@ class CostTable:
         first, edges = sum(each[:start]), sum(each[start:])
         return Repeat(first, edges, self.repeat.count) if edges else None
 
-    def _kinds(self) -> Iterator[object]:
+    def _kinds(self) -> Iterator[tuple[object, ...]]:
         """What is alike of operators that stand for one another in copies of a layer."""
         inside, tied = set(self.operators), {i for tie in self.ties for i in tie}
         segment = self.graph.segments if any(row.may_recompute for row in self.rows) else None

@@ -12,7 +12,7 @@ copies are written, and where three of them in turn differ alike, the next ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -35,8 +35,8 @@ def spared_copies(repeat: Repeat) -> int:
     return max(0, repeat.count - WRITTEN - 1 - REACH // repeat.length)
 
 
-def sparing_repeat(kinds: Sequence[int]) -> Repeat | None:
-    """The repeat that spares most items, where equal numbers stand for items that are alike.
+def sparing_repeat(kinds: Iterable[Hashable]) -> Repeat | None:
+    """The repeat that spares most items, where items of equal kinds are alike.
 
     Example:
         >>> sparing_repeat([7, *[1, 2] * 20, 9])
