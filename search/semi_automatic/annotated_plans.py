@@ -106,11 +106,10 @@ class Annotated:
     def __repr__(self) -> str:
         what = "annotation" if self.asking.annotations else "dim"
         count = len(self.asking.names)
-        mesh = " × ".join(f"{name} {size}" for name, size in self.asking.axes.items())
         inferred = f", {len(self.inferred)} shardings inferred" if self.inferred else ""
         return (
             f"<Annotated plan of {self.graph.name!r}: {count} {what}{'s' if count != 1 else ''} "
-            f"on {mesh}{inferred}>"
+            f"on {_in_words(self.asking.axes)}{inferred}>"
         )
 
     def _repr_html_(self) -> str:

@@ -65,8 +65,6 @@ class Checkpoints:
         """Seconds of training between two checkpoints."""
         if self.every_seconds is not None:
             return self.every_seconds
-        if math.isinf(mtbf):
-            return math.inf
         return max(best_interval(mtbf, self.seconds), self.write_seconds, mtbf * OFTENEST)
 
 

@@ -88,7 +88,8 @@ class TrainingRun:
         self._random = {"steps": steps, "failures": failures, "slow": slow, "stalls": stalls}
         self._env = simpy.Environment()
         self._spares = simpy.Container(self._env, init=hazards.spare_nodes)
-        self._missing = self._slow = self._stalls = 0
+        self._missing = 0
+        self._lasting = {"slow": 0, "stalls": 0}
         self._done = self._saved = 0
         self._unsaved = 0.0
         self._writing: tuple[float, int, float] | None = None
@@ -146,10 +147,7 @@ class TrainingRun:
 
     def _change(self, kind: str, by: int) -> None:
         before = self._pace
-        if kind == "slow":
-            self._slow += by
-        else:
-            self._stalls += by
+        self._lasting[kind] += by
         if self._pace != before:
             self._interrupt(failed=False)
 
@@ -160,9 +158,9 @@ class TrainingRun:
     @property
     def _pace(self) -> float:
         """Seconds of steps that a second brings on."""
-        if self._stalls:
+        if self._lasting["stalls"]:
             return 0.0
-        return 1.0 / self._hazards.slow_factor if self._slow else 1.0
+        return 1.0 / self._hazards.slow_factor if self._lasting["slow"] else 1.0
 
     def _train(self) -> Waits:
         while True:
