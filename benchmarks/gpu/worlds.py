@@ -46,8 +46,8 @@ def alone(setting: Setting, rank: Callable[[NcclCommunicator], T]) -> T:
 
 def played(size: int, rank: Callable[[NcclCommunicator], T]) -> list[T]:
     """What threads give that play ranks over NCCL, recorded graphs among what they play."""
-    from tests.support.fake_graphs import recording
-    from tests.support.fake_nccl import run_fake
+    from tests.support.cuda.fake_graphs import recording
+    from tests.support.cuda.fake_nccl import run_fake
 
     with stand_ins():
         return run_fake(size, rank, recording)
@@ -60,8 +60,8 @@ def stand_ins() -> Iterator[None]:
     Raises:
         SkippedError: where there is no C compiler.
     """
-    from tests.support.fake_graphs import start
-    from tests.support.host_kernels import kernels_on_the_host
+    from tests.support.cuda.fake_graphs import start
+    from tests.support.cuda.host_kernels import kernels_on_the_host
 
     if not (which("cc") or which("gcc")):
         raise SkippedError("a rehearsal needs a C compiler: cc or gcc")

@@ -65,7 +65,7 @@ def _worlds(setting: Setting) -> Figures:
 def _nccl(setting: Setting) -> tuple[Any, Callable[[], Any]]:
     """NCCL, and what gives the id of a new world."""
     if setting.rehearse:
-        from tests.support.fake_nccl import FakeNccl, Hub
+        from tests.support.cuda.fake_nccl import FakeNccl, Hub
 
         return FakeNccl(Hub()), lambda: b"world"
     setting.need("cupy")

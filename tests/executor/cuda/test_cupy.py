@@ -14,7 +14,7 @@ import torch
 from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.cuda.nccl_calls import DTYPES, OPERATIONS
 from stratagem.executor.cuda.torch_memory_for_cupy import use_torch_memory
-from tests.support.fake_nccl import FakeCommunicator, FakeNccl
+from tests.support.cuda.fake_nccl import FakeCommunicator, FakeNccl
 
 needs_cupy = pytest.mark.skipif(not has_cupy(), reason="CuPy is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:cupy")

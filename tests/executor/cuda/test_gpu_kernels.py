@@ -17,7 +17,7 @@ from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.executor.state.optimizers import EPSILON, make_optimizer
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
-from tests.support.host_kernels import host_kernels, start_on_host
+from tests.support.cuda.host_kernels import host_kernels, start_on_host
 
 SIZE = 1000
 

@@ -38,10 +38,10 @@ from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support import fake_graphs
-from tests.support.fake_graphs import CaptureError, RecordingStreams, recording
-from tests.support.fake_nccl import run_fake
-from tests.support.host_kernels import kernels_on_the_host
+from tests.support.cuda import fake_graphs
+from tests.support.cuda.fake_graphs import CaptureError, RecordingStreams, recording
+from tests.support.cuda.fake_nccl import run_fake
+from tests.support.cuda.host_kernels import kernels_on_the_host
 from tests.support.plans import (
     Case,
     make_case,

@@ -17,7 +17,7 @@ from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.cuda.event_clock import EventClock
 from stratagem.executor.cuda.streams import CudaStreams
-from tests.support.fake_nccl import FakeStreams
+from tests.support.cuda.fake_nccl import FakeStreams
 from tests.support.plans import assert_equal_to_torch, make_case, make_plan, megatron
 
 

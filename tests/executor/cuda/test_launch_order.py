@@ -15,7 +15,7 @@ from stratagem.executor.backends.nccl import NcclCommunicator
 from stratagem.executor.cuda.launch_order import VARIABLE, ordered_by_nccl
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.simulator.plan.plan import Plan
-from tests.support.kernel_places import Entry, find_stuck, issued
+from tests.support.cuda.kernel_places import Entry, find_stuck, issued
 from tests.support.plans import (
     Case,
     gpt_case,

@@ -33,8 +33,8 @@ from stratagem.simulator.timeline.timeline import lane_name
 from tests.executor.equality.test_chimera import random_plan as opposite_plan
 from tests.executor.equality.test_models_executed import case_of
 from tests.executor.runs.test_backends import operations
-from tests.support.fake_nccl import FakeCommunicator, StuckError, run_fake
-from tests.support.kernel_places import issued
+from tests.support.cuda.fake_nccl import FakeCommunicator, StuckError, run_fake
+from tests.support.cuda.kernel_places import issued
 from tests.support.plans import (
     TOLERANCE,
     Case,
@@ -328,7 +328,7 @@ def test_messages_arrive_in_the_order_of_sends_whatever_their_tags() -> None:
 
 def test_receives_that_are_not_posted_in_time_hang(gpt: Case, monkeypatch: Any) -> None:
     """The stand-in is as strict as it says: a pipeline with late receives does not end."""
-    monkeypatch.setattr("tests.support.fake_nccl.PATIENCE", 1.0)
+    monkeypatch.setattr("tests.support.cuda.fake_nccl.PATIENCE", 1.0)
 
     def rank(comm: NcclCommunicator) -> None:
         comm.open([(0, 1), (1, 0)])

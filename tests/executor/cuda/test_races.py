@@ -13,6 +13,7 @@ from stratagem.executor import lower, model_state
 from stratagem.executor.backends.nccl import NcclCommunicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.simulator.plan.plan import Plan
+from tests.support.cuda.races import RaceError, Trace, look_for_races
 from tests.support.plans import (
     Case,
     make_plan,
@@ -20,7 +21,6 @@ from tests.support.plans import (
     random_plan,
     sharding,
 )
-from tests.support.races import RaceError, Trace, look_for_races
 
 torch.set_num_threads(1)
 

@@ -21,7 +21,7 @@ from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
-from tests.support.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
+from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
 from tests.support.plans import Case, make_plan, sharding
 
 torch.set_num_threads(1)

@@ -22,7 +22,6 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
-from tests.support.peak_memory import PeakMemory
 from tests.support.plans import (
     Case,
     Chooser,
@@ -36,6 +35,7 @@ from tests.support.plans import (
     whole,
 )
 from tests.support.small_models import SmallInception, SmallLlama, SmallLSTM
+from tests.support.storages import Storages
 
 torch.set_num_threads(1)
 
@@ -243,9 +243,9 @@ def test_no_more_memory_is_taken(training: Training, num_microbatches: int) -> N
             with torch.autograd.set_multithreading_enabled(False):
                 for run in (interpreter.step, interpreter.issue):
                     run(case.batch)
-                    with PeakMemory() as memory:
+                    with Storages() as memory:
                         run(case.batch)
-                    peaks.append(memory.most)
+                    peaks.append(memory.peak)
             return peaks
 
         one_by_one, joined = run_local(1, rank)[0]

@@ -24,7 +24,7 @@ from stratagem.simulator.hardware.collective_times import Collective, collective
 from stratagem.simulator.hardware.device_mesh import axis_link
 from stratagem.simulator.plan.provenance import Environment
 from tests.profiler.costs.test_nccl_tests import log, row
-from tests.support.fake_nccl import run_fake
+from tests.support.cuda.fake_nccl import run_fake
 
 CARD = "NVIDIA A100-SXM4-40GB"
 GIVEN = Cluster.preset("dgx-a100-40", num_nodes=4)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratagem.searcher.space.strategies import replicated
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -19,39 +15,10 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.storages import Storages
 
 TOKENS, HIDDEN = 64, 8
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
-
-
-class Storages(TorchDispatchMode):
-    """Counts the bytes of storages that operators made and nobody has let go, views of `given`
-    apart."""
-
-    def __init__(self, *given: torch.Tensor) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in given}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.alive += nbytes
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._free, key, nbytes)
-
-    def _free(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
-        self.alive -= nbytes
 
 
 def measured(precision: str, classes: int) -> int:

@@ -42,7 +42,7 @@ from stratagem.simulator.torch_ops.kernels.step_programs import (
     STEP_KERNELS,
     run_source,
 )
-from tests.support.fake_graphs import NoWaiting
+from tests.support.cuda.fake_graphs import NoWaiting
 from tests.support.kernel_cases import CASES, Case, operator_of
 
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stratagem.executor.backends.nccl import NcclCommunicator
-from tests.support.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
+from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
 
 COMPUTE = 1
 NO_ACCESS = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "set_")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stratagem.executor.backends.nccl import NcclCommunicator
-from tests.support.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
+from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
 
 MEETING = ("allReduce", "reduce", "reduceScatter", "allGather", "broadcast")
 """Calls of NCCL in which all ranks of a communicator meet."""

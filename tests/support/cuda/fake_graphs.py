@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.support.fake_nccl import FakeNccl, FakeStreams, Hub
-from tests.support.host_kernels import start_on_host
+from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub
+from tests.support.cuda.host_kernels import start_on_host
 
 READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"}
 """Operators that wait for the device."""
