@@ -88,10 +88,13 @@ class Keeper:
         return self._ended or os.getppid() != self._caller
 
     def _line(self) -> bytes:
-        """The next line of the caller; nothing when it is gone before."""
-        while not self._told.endswith(b"\n") and not self._is_over():
+        """The next line of the caller; nothing when it is gone before.
+
+        More lines may have come with it, where the caller was quicker than this process began.
+        """
+        while b"\n" not in self._told and not self._is_over():
             self._listen(POLL_SECONDS)
-        line, self._told = self._told, b""
+        line, _, self._told = self._told.partition(b"\n")
         return b"" if self._is_over() else line
 
     def _listen(self, seconds: float) -> None:

@@ -370,6 +370,18 @@ def test_a_command_is_stopped_when_time_is_over() -> None:
         assert time.monotonic() - before < END_SECONDS
 
 
+def test_a_command_is_stopped_by_a_keeper_that_begins_late() -> None:
+    """On a busy machine it hears what it is to run and that it is to stop in one breath."""
+    with Scratch() as scratch:
+        keeper = scratch._keeper.pid
+        os.kill(keeper, signal.SIGSTOP)
+        later = threading.Timer(0.5, os.kill, (keeper, signal.SIGCONT))
+        later.start()
+        log = scratch.folder / "log"
+        assert scratch.run(["sleep", "1000"], log=log, timeout=0.0) is None
+        later.join()
+
+
 def test_a_scratch_folder_goes_with_a_caller_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys; from stratagem.executor.watching.run_folder import Scratch\n"
