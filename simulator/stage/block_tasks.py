@@ -9,7 +9,7 @@ Backward runs along the same edges the other way round, and ends in the paramete
     [gather v] ──▶ backward v ──▶ [u ← v] ──▶ backward u ──▶ [sync u] ──▶ [stash u] ──▶ [update u]
     ──▶ [publish u]
 
-but updates wait until all gradients are made, as those of a program come behind its passes.
+but updates wait until all gradients are made (see `parameter_tasks`).
 
 Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
 recomputed is made again when backward comes to the first operator that may need it; inputs that
@@ -18,14 +18,12 @@ that may run in pieces has a task for each; piece j of a conversion waits for pi
 operator that makes the tensor, or piece j of its reader waits for it (see `pieces_and_fusion`).
 Readers of one tensor may have a conversion in common (see `shared_conversions`), so they are made
 in their order, and gradients, against it, when all are there. Where the
-host's time counts, passes and conversions wait for their launches, one after the other. Syncs of a
-bucket wait for its last gradient, and a path of collectives that two of them share pays its
-latency once (Li et al. 2020, PyTorch DDP, arXiv 2006.15704).
+host's time counts, passes and conversions wait for their launches, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +33,7 @@ from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, PricedTime, SharedBy
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
-from stratagem.simulator.sharding.parameter_homes import gradient_buckets
-from stratagem.simulator.stage.bucketed_syncs import shared_latency, shortened
+from stratagem.simulator.stage.parameter_tasks import ParameterTasks
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers, regather_releases
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
 from stratagem.simulator.stage.stage_blocks import (
@@ -71,14 +68,14 @@ def stage_blocks(
         stashes: whether every backward ends in an update; the last block also copies the weights
             before it, for microbatches that have seen them (PipeDream).
     """
-    writer = _TaskWriter(table, bucket_bytes, inputs_first, stashes)
+    parameters = ParameterTasks(table, pool := Pool(), bucket_bytes, stashes)
+    writer = _TaskWriter(table, inputs_first, parameters, pool)
     forward = writer.forward()
     backward = writer.backward(parameters=True)
     parts: tuple[Block | None, Block | None] = (None, None)
     if split:
         parts = writer.backward(parameters=False), writer.weight_backward()
-    pool = writer.pool.arrays()
-    return StageBlocks(forward, backward, *parts, *pool, writer.sharing, slowdown)
+    return StageBlocks(forward, backward, *parts, *pool.arrays(), writer.sharing, slowdown)
 
 
 _CONVERSIONS = {
@@ -124,10 +121,9 @@ class _TaskWriter:
     """Writes the blocks of one stage into one pool."""
 
     table: CostTable
-    bucket_bytes: int
     inputs_first: bool
-    stashes: bool
-    pool: Pool = field(default_factory=Pool)
+    parameters: ParameterTasks
+    pool: Pool
     _parts: dict[tuple[int, int, str], PricedTime] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,7 +203,7 @@ class _TaskWriter:
                     made, k, SharedBy.BACK, row.backward, both, done[i], launch
                 )
         if parameters:
-            self._parameters(draft, ends)
+            self.parameters.write(draft, ends)
         return draft.finish()
 
     def weight_backward(self) -> Block:
@@ -216,7 +212,7 @@ class _TaskWriter:
         done: dict[int, int] = {}
         for i in reversed(self.table.operators):
             done[i] = self._weight_gradient(draft, i, list(done.values())[-1:])
-        self._parameters(draft, done)
+        self.parameters.write(draft, done)
         return draft.finish()
 
     def _weight_gradient(self, draft: BlockDraft, i: int, before: Sequence[int]) -> int:
@@ -366,105 +362,6 @@ class _TaskWriter:
                 tasks.append(task)
         return tasks
 
-    # -- parameters -----------------------------------------------------------------------------
-
-    def _parameters(self, draft: BlockDraft, done: Mapping[int, int]) -> None:
-        """Sync, update and publish of parameters; tied ones are joined at their owner.
-
-        Updates wait for all gradients.
-        """
-        first = self.table.operators[0]
-        over = draft.operator_task("over", TaskRole.OVER, first, 0, list(done.values()))
-        for bucket in self._buckets():
-            full = [done[i] for i in bucket]
-            if len(full) > 1:
-                full = [draft.operator_task("bucket", TaskRole.BUCKET, bucket[0], 0, full)]
-            for place, i in enumerate(bucket):
-                before = bucket[place - 1] if place else None
-                self._parameter(draft, i, before, full, done, over)
-
-    def _parameter(
-        self,
-        draft: BlockDraft,
-        i: int,
-        before: int | None,
-        full: Sequence[int],
-        done: Mapping[int, int],
-        over: int,
-    ) -> None:
-        row, ties, tie_rows = self._row(i), self.table.ties, self.table.tie_rows
-        tied = [k for k, (owner, _) in enumerate(ties) if owner == i]
-        added = [done[ties[k][1]] for k in tied]
-        arrived = [
-            self._tie(draft, k, TaskRole.TIE_GRADIENT, tie_rows[k].gradient, [done[ties[k][1]]])
-            for k in tied
-        ]
-        ready = [self._sync(draft, i, before, [*full, *added]), *arrived, over]
-        if self.stashes:
-            stash = self.pool.add(row.stash)
-            ready = [draft.operator_task("{0} stash", TaskRole.STASH, i, stash, ready, 0)]
-        base = self.pool.add(row.update)
-        update = draft.operator_task(
-            "{0} update", TaskRole.UPDATE, i, base, ready, self._inner(base, 0)
-        )
-        base = self.pool.add(row.publish)
-        draft.operator_task(
-            "{0} publish", TaskRole.PUBLISH, i, base, [update], self._inner(base, 0)
-        )
-        for k in tied:
-            self._tie(draft, k, TaskRole.TIE_PUBLISH, tie_rows[k].publish, [update])
-
-    def _sync(self, draft: BlockDraft, i: int, before: int | None, after: Sequence[int]) -> int:
-        role, row = TaskRole.SYNC, self._row(i)
-        if self.bucket_bytes:
-            row_before = None if before is None else self._row(before)
-            saved = shared_latency(row_before, row)
-            sync, each = (shortened(timed, saved) for timed in (row.sync, row.each_sync))
-        else:
-            sync, each = row.sync, row.each_sync
-        base = self.pool.add(sync)
-        bases = base, self._inner(base, self.pool.add(each))
-        if before is None or not self.bucket_bytes:
-            return draft.operator_task("{0} sync", role, i, bases[0], after, bases[1])
-        width = len(row.choices)
-        return draft.pair_task("{1} sync", role, i, (before, i), width, bases[0], after, bases[1])
-
-    def _buckets(self) -> list[list[int]]:
-        """The operators by bucket, in the order in which their gradients are made."""
-        order = self.table.operators[::-1]
-        nbytes = {i: int(self._row(i).gradient_bytes.max()) for i in order}
-        return gradient_buckets(order, nbytes, self.bucket_bytes)
-
-    def _tie(
-        self, draft: BlockDraft, k: int, role: TaskRole, timed: PricedTime, before: Sequence[int]
-    ) -> int:
-        inner = 0 if not self.stashes else None
-        return self._tied(draft, k, "{0} ↔ {1}", role, timed, before, inner)
-
-    def tie_gather(self, draft: BlockDraft, k: int, before: Sequence[int]) -> int:
-        """The gather of a tied parameter by its user, in every block."""
-        timed = self.table.tie_rows[k].gather
-        return self._tied(draft, k, "{1} gather", TaskRole.TIE_GATHER, timed, before, None)
-
-    def _tied(
-        self,
-        draft: BlockDraft,
-        k: int,
-        label: str,
-        role: TaskRole,
-        timed: PricedTime,
-        before: Sequence[int],
-        inner: int | None,
-    ) -> int:
-        owner, user = self.table.ties[k]
-        width = len(self._row(user).choices)
-        base = self.pool.add(timed)
-        return draft.pair_task(label, role, k, (owner, user), width, base, before, inner)
-
-    def _inner(self, base: int, inner: int) -> int:
-        """Where a task is looked up in blocks before the last."""
-        return base if self.stashes else inner
-
     # -- look-ups -------------------------------------------------------------------------------
 
     def _row(self, i: int) -> OperatorRow:
@@ -508,7 +405,7 @@ class _Prefetch:
         base = writer.pool.add(writer.table.row(i).gather)
         own = self._draft.operator_task("{0} gather", TaskRole.GATHER, i, base, released)
         tied = [k for k, (_, user) in enumerate(writer.table.ties) if user == i]
-        return [own, *(writer.tie_gather(self._draft, k, released) for k in tied)]
+        return [own, *(writer.parameters.tie_gather(self._draft, k, released) for k in tied)]
 
     def ran(self, i: int, task: int) -> None:
         """Note that an operator has its pass at `task`."""
