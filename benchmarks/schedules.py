@@ -27,10 +27,12 @@ from stratagem.simulator.schedules.named_schedules import (
     interleaved,
     one_f_one_b,
     pipedream,
+    record_of,
     terapipe,
     zb_h1,
 )
 from stratagem.simulator.schedules.schedule_player import StageTimes, duration_table, play_schedule
+from stratagem.simulator.schedules.schedule_record import PassTimes, Sizes
 from stratagem.simulator.schedules.steady_state import steady_state
 
 STAGES, MICROBATCHES = 8, 32
@@ -40,11 +42,11 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, the times it is played with, and the bubble that its paper says."""
+    """A schedule, the times it is played with, and the bubble that its record says."""
 
     name: str
     schedule: Schedule
-    formula: Fraction
+    formula: Fraction | None
     times: StageTimes
 
     def bubble(self) -> Fraction:
@@ -57,26 +59,34 @@ class Case:
 def cases() -> list[Case]:
     """Every schedule on 8 ranks, 32 microbatches."""
     s, m, v, k = STAGES, MICROBATCHES, 2, 4
-    whole = StageTimes(F, B, input_gradient=I, weight_gradient=W)
-    idle = (s - 1) * (F + I - W)
-    slices = StageTimes(F // k, B // k)
-    greedy = ampnet(s, 4 * m, whole, max_active=s)
-    return [
-        Case("gpipe", gpipe(s, m), Fraction(s - 1, m + s - 1), whole),
-        Case("1f1b", one_f_one_b(s, m), Fraction(s - 1, m + s - 1), whole),
-        Case(
-            f"interleaved, {v} stages a rank",
-            interleaved(v * s, m, s),
-            Fraction(s - 1, v * m + s - 1),
-            StageTimes(F // v, B // v),
-        ),
-        Case("zb-h1", zb_h1(s, m), Fraction(idle, idle + m * (F + I + W)), whole),
-        Case("chimera, B = F", chimera(s, m), Fraction(s - 2, 2 * m + s - 2), StageTimes(F, F)),
-        Case("chimera, B = 2F, M = S", chimera(s, s), Fraction(2 * s - 4, 5 * s - 4), whole),
-        Case(f"terapipe, {k} slices", terapipe(s, m, k), Fraction(s - 1, k * m + s - 1), slices),
-        Case("pipedream, steady state", pipedream(s, m), Fraction(0), whole),
-        Case("ampnet, steady state", greedy, Fraction(0), whole),
+    whole = StageTimes(F, B, I, W)
+    one = Sizes(s, m, s)
+    two = Sizes(v * s, m, s)
+    listed = [
+        _case("gpipe", "gpipe", one),
+        _case("1f1b", "1f1b", one),
+        _case(f"interleaved, {v} stages a rank", "interleaved", two, share=v),
+        _case("zb-h1", "zb-h1", one),
+        _case("chimera, B = F", "chimera", one, PassTimes(F, F)),
+        _case("chimera, B = 2F, M = S", "chimera", Sizes(s, s, s)),
+        _case(f"terapipe, {k} slices", "terapipe", Sizes(s, m, s, k), share=k),
+        _case("pipedream, steady state", "pipedream", one),
     ]
+    greedy = ampnet(s, 4 * m, whole, max_active=s)
+    return [*listed, Case("ampnet, steady state", greedy, Fraction(0), whole)]
+
+
+def _case(
+    case: str,
+    name: str,
+    sizes: Sizes,
+    times: PassTimes = PassTimes(F, B, I, W),  # noqa: B008 (frozen)
+    share: int = 1,
+) -> Case:
+    """A schedule of some sizes, whose stages or slices are a share of a rank's work."""
+    each = PassTimes(*(ns // share for ns in times))
+    record = record_of(name)
+    return Case(case, record.make(sizes), record.bubble(sizes, each), StageTimes(*each))
 
 
 def bubble_line(case: Case) -> dict[str, object]:
@@ -85,7 +95,7 @@ def bubble_line(case: Case) -> dict[str, object]:
     return {
         "case": case.name,
         "simulated": round(float(bubble), 6),
-        "formula": round(float(case.formula), 6),
+        "formula": None if case.formula is None else round(float(case.formula), 6),
         "equal": bubble == case.formula,
     }
 
@@ -108,7 +118,7 @@ def speed_cases() -> dict[str, Schedule]:
 
 def speed_line(name: str, schedule: Schedule) -> dict[str, object]:
     """The time to simulate one schedule, from a table of durations to every start and end."""
-    macro = macro_graph(schedule, list(pairwise(range(schedule.num_stages))))
+    macro = macro_graph(schedule, tuple(pairwise(range(schedule.num_stages))))
     times = StageTimes(F, B, I, W, transfer=100, update=500, replica_sync=300)
     table, _ = duration_table(macro, times)
     best = float("inf")

@@ -17,6 +17,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.token_slice_plan import sliced_plan
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
+from stratagem.simulator.schedules.named_schedules import SCHEDULES
 from stratagem.simulator.sharding.resharding_paths import placements_text
 
 
@@ -73,13 +74,15 @@ def _contexts(plan: Plan, graph: OperatorGraph) -> tuple[Context, ...]:
 
 def _check_schedule(plan: Plan) -> None:
     schedule = plan.make_schedule()
-    one_each = [(rank,) for rank in plan.rank_of]
     homes = [schedule.ranks_of(stage) for stage in range(len(plan.stages))]
-    if not (plan.is_mirrored or homes == one_each):
+    several = (stage for stage, ranks in enumerate(homes) if len(ranks) > 1)
+    stage = None if plan.is_mirrored else next(several, None)
+    if stage is not None:
         raise ValueError(
             f"plan {plan.name!r} has schedule {plan.schedule!r}, which is simulated only; the "
-            "executor runs a stage on one set of devices (chimera on two): choose 1f1b, gpipe, "
-            "interleaved, zb-h1, chimera, terapipe, pipedream or orders of your own"
+            "executor runs a stage on one set of devices, or each on those of its mirror image "
+            f"too, but stage {stage} is on ranks {' and '.join(map(str, homes[stage]))}: choose "
+            f"one of {', '.join(SCHEDULES)}, or orders of your own with such places"
         )
 
 

@@ -5,7 +5,7 @@ So several processes can do it for skeletons at the same time (see `worker_proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,12 +36,11 @@ from stratagem.simulator.operators.kinds.kind_record import OperatorKind
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind, registered_kinds
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
-from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import (
-    Sizes,
     register_schedule,
     registered_schedules,
 )
+from stratagem.simulator.schedules.schedule_record import ScheduleRecord
 
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
@@ -304,9 +303,7 @@ class Sharpener:
 class Registered:
     """What was registered in this process, and is not in others."""
 
-    schedules: Mapping[str, Callable[[Sizes], Schedule]] = field(
-        default_factory=registered_schedules
-    )
+    schedules: Mapping[str, ScheduleRecord] = field(default_factory=registered_schedules)
     moves: Mapping[str, Move] = field(default_factory=registered_moves)
     kinds: Mapping[str, OperatorKind] = field(default_factory=registered_kinds)
 
@@ -321,9 +318,9 @@ def remade(own: Registered, *arguments: Any) -> Sharpener:
         arguments: of the sharpener.
     """
     here = Registered()
-    for name, make in own.schedules.items():
+    for name, schedule in own.schedules.items():
         if name not in here.schedules:
-            register_schedule(name, make)
+            register_schedule(schedule)
     for name, move in own.moves.items():
         if name not in here.moves:
             register_move(name, move)

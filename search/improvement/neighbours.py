@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from stratagem.searcher.space.choices import Choices, choices_of
-from stratagem.searcher.space.schedule_traits import run_of, traits_of
+from stratagem.searcher.space.schedule_traits import dealt, run_of, traits_of
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.stage_cuts import StageCutter, cut_stages
@@ -298,9 +298,9 @@ def _other_schedules(here: PipelineToChange) -> Iterator[Change]:
 def _other_rounds(here: PipelineToChange) -> Iterator[Change]:
     skeleton, cutter = here.skeleton, here.cutter
     ranks, parts = skeleton.num_ranks, skeleton.num_microbatches
-    now, meshes = len(skeleton.stages) // ranks, skeleton.meshes[:ranks]
-    alike = len({mesh.shape for mesh in meshes}) == 1
-    if ranks == 1 or skeleton.meshes != meshes * now or not alike:
+    now, meshes = len(skeleton.stages) // ranks, tuple(dict.fromkeys(skeleton.meshes))
+    alike = len(meshes) == ranks and len({mesh.shape for mesh in meshes}) == 1
+    if ranks == 1 or len(skeleton.stages) != now * ranks or not alike:
         return
     for rounds in range(1, min(MOST_ROUNDS, cutter.num_layers // ranks) + 1):
         if rounds == now:
@@ -309,7 +309,8 @@ def _other_rounds(here: PipelineToChange) -> Iterator[Change]:
         what = f"{rounds} stages a rank" if rounds > 1 else "1 stage a rank"
         for name in names:
             if run_of(name, rounds * ranks, parts, ranks) is not None:
-                then = Skeleton(cutter.stages(rounds * ranks), meshes * rounds, parts, name)
+                placed = dealt(meshes, name, rounds * ranks, parts)
+                then = Skeleton(cutter.stages(rounds * ranks), placed, parts, name)
                 change = f"{what}, {name}" if len(names) > 1 or rounds == 1 else what
                 yield _recut(change, here, then)
 

@@ -29,7 +29,6 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
-from stratagem.simulator.schedules.named_schedules import CHIMERA
 
 FLEXFLOW_EVALUATIONS = 20_000
 """Proposals of each of FlexFlow's two chains."""
@@ -139,7 +138,7 @@ def _dapple(situation: Situation) -> Iterator[Plan]:
 def _chimera(situation: Situation) -> Iterator[Plan]:
     """Chimera (Li and Hoefler 2021): two opposite pipelines of stages as equal as they can be,
     replicated as they are; all is recomputed where nothing fits without."""
-    plans = pipeline_plans(situation, CHIMERA, "Chimera")
+    plans = pipeline_plans(situation, "chimera", "Chimera")
     yield from (found.plan for found in simulate_family(situation, plans))
 
 

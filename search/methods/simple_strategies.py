@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from stratagem.searcher.space.choices import Choices
-from stratagem.searcher.space.schedule_traits import can_run, traits_of
+from stratagem.searcher.space.schedule_traits import dealt, most_rounds, run_of
 from stratagem.searcher.space.situation import Method, Situation, rank
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.searcher.space.stage_cuts import balanced_stages
@@ -24,7 +24,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.schedules.named_schedules import CHIMERA
+from stratagem.simulator.schedules.named_schedules import record_of
 from stratagem.simulator.simulation.simulation import Simulation
 
 Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
@@ -148,26 +148,26 @@ def _families(
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
         found[name] = whole(name, _tensor_meshes, tensor(sequence))
     if pipelines:
-        names = {"gpipe": "GPipe pipeline", "1f1b": "1F1B pipeline"}
-        names |= {schedule: f"{schedule} pipeline"} if schedule not in names else {}
-        for schedule, name in names.items():
-            found[name] = partial(pipeline_plans, situation, schedule, name)
+        for each in dict.fromkeys(("gpipe", "1f1b", schedule)):
+            name = f"{record_of(each).title} pipeline"
+            found[name] = partial(pipeline_plans, situation, each, name)
     return found
 
 
 def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]:
     """Pipelines of stages as equal as they can be, data parallel inside, under a schedule."""
-    if schedule == CHIMERA:
-        return [
-            _plan(name, situation, meshes, data_parallel, parts, schedule)
-            for meshes, parts in _pipelines(situation, 1)
-            if len(meshes) % 2 == 0 and parts % 2 == 0
-        ]
-    rounds = traits_of(schedule).rounds
+    rounds = most_rounds(schedule)
     return [
-        _plan(name, situation, meshes * rounds, data_parallel, parts, schedule)
+        _plan(
+            name,
+            situation,
+            dealt(meshes, schedule, rounds * len(meshes), parts),
+            data_parallel,
+            parts,
+            schedule,
+        )
         for meshes, parts in _pipelines(situation, rounds)
-        if can_run(schedule, len(meshes), parts)
+        if run_of(schedule, rounds * len(meshes), parts, len(meshes)) is not None
     ]
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.schedules.actions import (
     Action,
     ActionKind,
     Schedule,
     makes_weight_gradient,
 )
-from stratagem.simulator.schedules.named_schedules import SCHEDULES, Sizes
+from stratagem.simulator.schedules.named_schedules import SCHEDULES, slices_tokens
+from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
 
 VIRTUAL_STAGES = 2
 """Stages of each set of devices in an interleaved pipeline (Narayanan et al. 2021)."""
-
-Make = Callable[[Sizes], Schedule]
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,16 @@ class Run:
         held: by stage, the microbatches that it holds at most, the one that runs included; where a
             rank has several stages, those of all of them.
         waiting: by rank, how many have yet to go back at most when one does; of all its stages.
+        ranks: by stage, the rank that has it.
+        splits_backward: whether some gradients of parameters are made apart.
+        runs_ahead: whether all microbatches pass forward before the first goes back.
     """
 
     held: tuple[int, ...]
     waiting: tuple[int, ...]
+    ranks: tuple[int, ...]
+    splits_backward: bool
+    runs_ahead: bool
 
 
 def searched_schedules() -> tuple[str, ...]:
@@ -76,7 +82,7 @@ def searched_schedules() -> tuple[str, ...]:
         >>> searched_schedules()
         ('gpipe', '1f1b', 'interleaved', 'zb-h1')
     """
-    return tuple(name for name, make in SCHEDULES.items() if _traits(make) is not None)
+    return tuple(name for name, record in SCHEDULES.items() if _traits(record) is not None)
 
 
 def traits_of(schedule: str) -> Traits:
@@ -107,9 +113,19 @@ def run_of(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int
         schedule: its name.
         num_stages: of the model.
         num_microbatches: of the batch.
-        num_ranks: sets of devices that have the stages in turn.
+        num_ranks: sets of devices that have the stages.
     """
     return _run(SCHEDULES[schedule], Sizes(num_stages, num_microbatches, num_ranks))
+
+
+def most_rounds(schedule: str) -> int:
+    """The most stages, of those that are tried, that a schedule can give each of two ranks.
+
+    Example:
+        >>> most_rounds("interleaved"), most_rounds("chimera")
+        (2, 1)
+    """
+    return _rounds(SCHEDULES[schedule])
 
 
 def rounds_of(schedule: str, num_ranks: int) -> int:
@@ -135,21 +151,43 @@ def same_alone(one: str, other: str) -> bool:
         >>> same_alone("interleaved", "1f1b"), same_alone("gpipe", "1f1b")
         (True, False)
     """
-    alone = Sizes(1, 4, 1)
-    first, second = _made(SCHEDULES[one], alone), _made(SCHEDULES[other], alone)
+    first, second = (SCHEDULES[name].made(Sizes(1, 4, 1)) for name in (one, other))
     return first is not None and second is not None and first.orders == second.orders
 
 
+def dealt(
+    ranks: Sequence[DeviceMesh], schedule: str, num_stages: int, num_microbatches: int
+) -> tuple[DeviceMesh, ...]:
+    """The mesh of each stage, where the schedule places them on the meshes of some ranks.
+
+    Raises:
+        ValueError: it cannot run so many stages and microbatches on them.
+    """
+    run = run_of(schedule, num_stages, num_microbatches, len(ranks))
+    if run is None:
+        raise ValueError(
+            f"schedule {schedule!r} cannot run {num_stages} stages and {num_microbatches} "
+            f"microbatches on {len(ranks)} ranks: choose other numbers, or another schedule"
+        )
+    return tuple(ranks[rank] for rank in run.ranks)
+
+
 @cache
-def _traits(make: Make) -> Traits | None:
+def _rounds(record: ScheduleRecord) -> int:
+    tried = range(1, VIRTUAL_STAGES + 1)
+    return max((n for n in tried if record.accepts(Sizes(2 * n, 4, 2))), default=1)
+
+
+@cache
+def _traits(record: ScheduleRecord) -> Traits | None:
     """None of a schedule that a search does not choose for."""
-    several = [_made(make, Sizes(2 * n, 4, 2)) for n in range(1, VIRTUAL_STAGES + 1)]
+    rounds = _rounds(record)
+    several = [record.made(Sizes(2 * n, 4, 2)) for n in range(1, VIRTUAL_STAGES + 1)]
+    several += [record.made(Sizes(rounds * n, 12, n)) for n in (2, 3, 4, 6)]
     listed = [schedule for schedule in several if schedule is not None]
-    sliced = _made(make, Sizes(2, 2, 2, num_slices=2))
-    if not listed or any(map(_is_special, listed)) or (sliced and sliced.num_slices > 1):
+    if not listed or any(map(_is_special, listed)) or slices_tokens(record):
         return None
-    rounds = max(schedule.num_stages for schedule in listed) // 2
-    plain = [_made(make, Sizes(n, 8, n)) for n in range(2, 7)]
+    plain = [record.made(Sizes(n, 8, n)) for n in range(2, 7)]
     held = [_held(schedule)[::-1] for schedule in plain if schedule is not None]
     return Traits(
         rounds,
@@ -159,20 +197,15 @@ def _traits(make: Make) -> Traits | None:
     )
 
 
-def _made(make: Make, sizes: Sizes) -> Schedule | None:
-    """A schedule of some sizes on as many ranks; None where there is none."""
-    try:
-        made = make(sizes)
-    except ValueError:
-        return None
-    return made if made.num_ranks == sizes.num_ranks else None
-
-
 def _is_special(schedule: Schedule) -> bool:
-    """Whether weights are updated amid a step, or stages are not dealt out to ranks in turn."""
+    """Whether weights are updated amid a step, or ranks are not numbered as stages come to them.
+
+    Nor may a stage be on several ranks.
+    """
     places = [schedule.ranks_of(stage) for stage in range(schedule.num_stages)]
-    in_turn = [(stage % schedule.num_ranks,) for stage in range(schedule.num_stages)]
-    return schedule.update_every is not None or places != in_turn
+    first = list(dict.fromkeys(place[0] for place in places))
+    several = any(len(place) > 1 for place in places)
+    return several or schedule.update_every is not None or first != sorted(first)
 
 
 def _runs_ahead(schedule: Schedule) -> bool:
@@ -185,11 +218,18 @@ def _runs_ahead(schedule: Schedule) -> bool:
 
 
 @cache
-def _run(make: Make, sizes: Sizes) -> Run | None:
-    schedule = _made(make, sizes)
+def _run(record: ScheduleRecord, sizes: Sizes) -> Run | None:
+    schedule = record.made(sizes)
     if schedule is None:
         return None
-    return Run(_held(schedule), tuple(map(_most_waiting, schedule.orders)))
+    waiting = tuple(map(_most_waiting, schedule.orders))
+    return Run(
+        _held(schedule),
+        waiting,
+        schedule.homes,
+        schedule.splits_backward,
+        _runs_ahead(schedule),
+    )
 
 
 def _held(schedule: Schedule) -> tuple[int, ...]:

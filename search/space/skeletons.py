@@ -10,7 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stratagem.searcher.space.schedule_traits import can_run, rounds_of, same_alone, traits_of
+from stratagem.searcher.space.schedule_traits import (
+    can_run,
+    dealt,
+    rounds_of,
+    same_alone,
+    traits_of,
+)
 from stratagem.searcher.space.stage_cuts import StageCutter
 from stratagem.simulator.base.units import format_numbers
 from stratagem.simulator.graph.checkpoint_segments import (
@@ -445,7 +451,8 @@ def skeletons(
         options = _alike_meshes(groups, cluster, axes)
         for meshes in zip(*options, strict=True):
             for parts in counts:
-                yield Skeleton(stages, meshes * rounds, parts, schedule)
+                placed = dealt(meshes, schedule, len(stages), parts)
+                yield Skeleton(stages, placed, parts, schedule)
 
 
 def all_skeletons(

@@ -22,6 +22,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.named_schedules import SCHEDULES, schedule_by_name, with_rounds
 from stratagem.simulator.sharding.choice import Choice
 
 PARTITIONS = ("layers", "layers and ends", "parameters", "time")
@@ -99,10 +100,12 @@ class TrainingSetup:
         for name in ("microbatch", "tensor", "pipeline", "virtual_stages", "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
-        if self.virtual_stages > 1 and self.schedule not in ("1f1b", "interleaved"):
+        if self.virtual_stages > 1 and not with_rounds(self.schedule, self.virtual_stages):
+            able = (name for name in SCHEDULES if with_rounds(name, self.virtual_stages))
             raise ValueError(
                 f"training setup: schedule is {self.schedule!r}, but virtual_stages is "
-                f"{self.virtual_stages}, which makes it 'interleaved'; leave out one of them"
+                f"{self.virtual_stages}, which only {', '.join(able)} can be given: leave out one "
+                "of them"
             )
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"training setup: zero is {self.zero}; it must be 0, 1, 2 or 3")
@@ -116,6 +119,13 @@ class TrainingSetup:
                 "still runs, but overlap_gradients is False: set bucket_bytes to 0"
             )
         check_policy(self.recompute)
+
+    @property
+    def placed_schedule(self) -> str:
+        """The schedule that gives a rank so many stages: of 1F1B the interleaved one."""
+        if self.virtual_stages == 1:
+            return self.schedule
+        return with_rounds(self.schedule, self.virtual_stages)
 
     def data(self, cluster: Cluster) -> int:
         """Data-parallel ways that use up the cluster.
@@ -167,6 +177,9 @@ class TrainingSetup:
             DeviceMesh(axes, tuple(range(rank * share, (rank + 1) * share)))
             for rank in range(self.pipeline)
         ]
+        schedule = schedule_by_name(
+            self.placed_schedule, len(stages), parts, num_ranks=self.pipeline
+        )
         return Plan(
             name=name or self.describe(),
             model=graph.name,
@@ -174,11 +187,11 @@ class TrainingSetup:
             cluster=cluster,
             training=self.training,
             stages=tuple(
-                Stage(names, meshes[s % self.pipeline], {n: choices[n] for n in names})
-                for s, names in enumerate(stages)
+                Stage(names, meshes[rank], {n: choices[n] for n in names})
+                for names, rank in zip(stages, schedule.homes, strict=True)
             ),
             num_microbatches=parts,
-            schedule="interleaved" if self.virtual_stages > 1 else self.schedule,
+            schedule=self.placed_schedule,
             bucket_bytes=self.bucket_bytes if self.overlap_gradients else ALL_AT_ONCE,
             inputs_first=self.inputs_first,
         )

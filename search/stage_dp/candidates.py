@@ -10,7 +10,12 @@ import numpy as np
 from stratagem.searcher.space.schedule_traits import can_run, traits_of
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import stage_units, unequal_sizes
-from stratagem.searcher.stage_dp.closed_form_times import microbatches_held, mode_of, objective_of
+from stratagem.searcher.stage_dp.closed_form_times import (
+    microbatches_held,
+    mode_of,
+    objective_of,
+    placed_stages,
+)
 from stratagem.searcher.stage_dp.pipeline_dp import Devices, PipelineSolution, solve
 from stratagem.searcher.stage_dp.plan_drafts import Candidate, Drafter
 from stratagem.searcher.stage_dp.shortage import PipelineShortage, least_shortage
@@ -213,7 +218,8 @@ class _CandidateSearch:
                 found = [maker.table(self._share(r, ranks), mode) for r in range(ranks)]
                 tables = [table for table in found if table is not None]
                 if len(tables) == ranks:
-                    yield schedule, stages, _in_turn(tables, copies), (stages,)
+                    placed = placed_stages(schedule, stages, parts)
+                    yield schedule, stages, _placed(tables, placed), (stages,)
 
     def _allows(self, ranks: int, stages: int, parts: int, schedule: str) -> bool:
         if not self.limits.allows_stages(stages):
@@ -265,10 +271,11 @@ class _CandidateSearch:
                 yield schedule, max(counts), dealt, counts
 
 
-def _in_turn(tables: Sequence[StageTable], copies: int) -> Devices:
-    """One stage on each share of the devices, `copies` times over."""
+def _placed(tables: Sequence[StageTable], ranks: Sequence[int]) -> Devices:
+    """One stage after the other, each on the share of the devices of its rank."""
     distinct: dict[int, tuple[int, StageTable]] = {}
-    numbers = [distinct.setdefault(id(t), (len(distinct), t))[0] for t in tables] * copies
+    by_rank = [distinct.setdefault(id(t), (len(distinct), t))[0] for t in tables]
+    numbers = [by_rank[rank] for rank in ranks]
     return Devices(
         tuple(table for _, table in distinct.values()),
         np.array([numbers], dtype=np.int64),

@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stratagem.searcher.space.schedule_traits import rounds_of, run_of, traits_of
+from stratagem.searcher.space.schedule_traits import Run, rounds_of, run_of, traits_of
 from stratagem.searcher.stage_dp.pipeline_dp import Objective
 from stratagem.searcher.stage_dp.tables.stage_tables import Mode
 
@@ -87,10 +87,24 @@ def microbatches_held(schedule: str, num_stages: int, num_microbatches: int) -> 
         >>> microbatches_held("1f1b", 3, 8)
         [1, 2, 3]
     """
+    return list(_run(schedule, num_stages, num_microbatches).held[::-1])
+
+
+def placed_stages(schedule: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """By stage, the rank that has it.
+
+    Example:
+        >>> placed_stages("interleaved", 4, 8)
+        (0, 1, 0, 1)
+    """
+    return _run(schedule, num_stages, num_microbatches).ranks
+
+
+def _run(schedule: str, num_stages: int, num_microbatches: int) -> Run:
     ranks = num_stages // mode_of(schedule, num_stages).copies
     run = run_of(schedule, num_stages, num_microbatches, ranks)
     assert run is not None, (schedule, num_stages, num_microbatches)
-    return list(run.held[::-1])
+    return run
 
 
 def step_ns(schedule: str, stages: Sequence[ClosedFormTimes], num_microbatches: int) -> float:

@@ -14,6 +14,7 @@ from stratagem.searcher.stage_dp.closed_form_times import (
     ClosedFormTimes,
     microbatches_held,
     mode_of,
+    placed_stages,
     step_ns,
 )
 from stratagem.searcher.stage_dp.pipeline_dp import PipelineSolution, StageDraft
@@ -101,10 +102,10 @@ class Drafter:
 
     def _meshes(self, stages: Sequence[StageDraft], schedule: str) -> list[DeviceMesh]:
         """A rank's stages share its devices; in a solution they follow one another."""
-        ranks = len(stages) // mode_of(schedule, len(stages)).copies
+        placed = placed_stages(schedule, len(stages), self.num_microbatches)
         return [
-            stage_mesh(stages[s % ranks].devices, stage.ways.tensor)
-            for s, stage in enumerate(stages)
+            stage_mesh(stages[rank].devices, stage.ways.tensor)
+            for rank, stage in zip(placed, stages, strict=True)
         ]
 
     def _builder(self, mesh: DeviceMesh) -> TableBuilder:

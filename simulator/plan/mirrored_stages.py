@@ -25,31 +25,43 @@ from collections.abc import Mapping, Sequence
 
 from stratagem.simulator.graph.placement import Pin, Placement
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
 
 
-def check_homes(name: str, meshes: Sequence[DeviceMesh], num_microbatches: int) -> None:
+def check_homes(where: str, meshes: Sequence[DeviceMesh], schedule: Schedule) -> None:
     """Refuse a plan whose stages cannot have second homes.
 
+    Args:
+        where: the plan and its schedule, for messages.
+        meshes: one a stage, its first home.
+        schedule: with two homes for each stage (see `Schedule.is_mirrored`).
+
     Raises:
-        ValueError: the microbatches are not even, so that both directions cannot have as many, or
-            the meshes of a stage and its mirror image have other shapes.
+        ValueError: one direction has more microbatches than the other, or the meshes of a stage
+            and its mirror image have other shapes.
     """
-    if num_microbatches % 2:
+    both = schedule.num_microbatches
+    down = sum(
+        schedule.rank_of[Action(0, ActionKind.FORWARD, microbatch)] == 0
+        for microbatch in range(both)
+    )
+    if 2 * down != both:
+        remedy = f"choose {both + 1} microbatches" if both % 2 else "send as many in each"
         raise ValueError(
-            f"plan {name!r}: {num_microbatches} microbatches are odd, but chimera sends half of "
-            f"them in each direction: choose {num_microbatches + 1} microbatches"
+            f"{where} sends {down} of {both} microbatches in one direction and {both - down} in "
+            f"the other, but both pipelines need as many: {remedy}"
         )
     for stage, (ours, theirs) in enumerate(zip(meshes, reversed(meshes), strict=True)):
         if ours.shape != theirs.shape:
             mirror = len(meshes) - 1 - stage
             raise ValueError(
-                f"plan {name!r}: stage {stage} has a mesh of shape {ours.shape} and stage "
-                f"{mirror}, whose devices hold it too under chimera, one of shape "
-                f"{theirs.shape}: give both meshes one shape"
+                f"{where}: stage {stage} has a mesh of shape {ours.shape} and stage {mirror}, "
+                f"whose devices hold it too, one of shape {theirs.shape}: give both meshes one "
+                "shape"
             )
 
 
-def check_pins(name: str, configs: Mapping[str, Sequence[Placement]]) -> None:
+def check_pins(where: str, configs: Mapping[str, Sequence[Placement]]) -> None:
     """Refuse pins: what they leave out of a mesh has no counterpart on the other.
 
     Raises:
@@ -58,6 +70,6 @@ def check_pins(name: str, configs: Mapping[str, Sequence[Placement]]) -> None:
     for operator, config in configs.items():
         if any(isinstance(placement, Pin) for placement in config):
             raise ValueError(
-                f"plan {name!r} pins operator {operator!r} to a part of its mesh, but under "
-                "chimera all devices of both homes sum its gradients: replicate or shard it"
+                f"{where} pins operator {operator!r} to a part of its mesh, but all devices of "
+                "both homes of its stage sum its gradients: replicate or shard it"
             )

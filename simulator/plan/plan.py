@@ -21,7 +21,7 @@ from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.mirrored_stages import check_homes, check_pins
 from stratagem.simulator.schedules.actions import Schedule, validate
-from stratagem.simulator.schedules.named_schedules import CHIMERA, schedule_by_name
+from stratagem.simulator.schedules.named_schedules import schedule_by_name
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.pieces_and_fusion import check_fusion, check_pieces
 
@@ -120,7 +120,7 @@ class Plan(SavedValue):
     @property
     def is_mirrored(self) -> bool:
         """Whether stages have a second home each, in a pipeline the other way round (Chimera)."""
-        return self.schedule == CHIMERA
+        return self._made_schedule.is_mirrored
 
     def mirrored(self) -> Plan:
         """The pipeline the other way round: each stage on the mesh of its mirror image."""
@@ -185,9 +185,14 @@ class Plan(SavedValue):
         """The schedule's actions for this plan's stages, ranks and microbatches."""
         return self._made_schedule
 
+    @property
+    def has_own_orders(self) -> bool:
+        """Whether the schedule is what `orders` list, and has no record."""
+        return self.schedule == CUSTOM
+
     @cached_property
     def _made_schedule(self) -> Schedule:
-        if self.schedule == CUSTOM:
+        if self.has_own_orders:
             return self._custom_schedule()
         if self.orders:
             raise ValueError(
@@ -252,8 +257,8 @@ class Plan(SavedValue):
                 if self.is_mirrored and operator.weights:
                     raise ValueError(
                         f"plan {self.name!r} fuses the update of operator {operator.name!r} with "
-                        "its gradient sync, but under chimera the sum over both homes comes "
-                        "between them: choose fused=False there"
+                        f"its gradient sync, but under {self.schedule} the sum over both homes "
+                        "comes between them: choose fused=False there"
                     )
             if operator.is_source and any(p != REPLICATE for p in config):
                 raise ValueError(
@@ -303,9 +308,10 @@ class Plan(SavedValue):
                 )
 
     def _check_mirrored(self) -> None:
-        check_homes(self.name, [stage.mesh for stage in self.stages], self.num_microbatches)
+        where = f"plan {self.name!r}, schedule {self.schedule!r}"
+        check_homes(where, [stage.mesh for stage in self.stages], self.make_schedule())
         for stage in self.stages:
-            check_pins(self.name, {n: choice.config for n, choice in stage.choices.items()})
+            check_pins(where, {n: choice.config for n, choice in stage.choices.items()})
 
     def _check_stages(self, graph: OperatorGraph) -> None:
         listed = [name for stage in self.stages for name in stage.operators]

@@ -198,6 +198,32 @@ class Schedule:
         """
         return self._ranks_of.get(stage, ())
 
+    @cached_property
+    def is_mirrored(self) -> bool:
+        """Whether each stage has two homes, its own rank and that of its mirror image (Chimera).
+
+        Example:
+            >>> both = "rank 0: 0F0 1F1 1B1 0B0 \\n rank 1: 0F1 1F0 1B0 0B1"
+            >>> Schedule.parse(both).is_mirrored
+            True
+        """
+        count = self.num_stages
+        homes = [{stage, count - 1 - stage} for stage in range(count)]
+        found = [set(self.ranks_of(stage)) for stage in range(count)]
+        return count % 2 == 0 and found == homes
+
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The rank of each stage; the first of its homes, where it has several.
+
+        Example:
+            >>> Schedule.parse("rank 0: 0F0 0B0 \\n rank 1: 1F0 1B0").homes
+            (0, 1)
+        """
+        if self.is_mirrored:
+            return tuple(range(self.num_stages))
+        return tuple(self.ranks_of(stage)[0] for stage in range(self.num_stages))
+
     def gradient(self, stage: int, microbatch: int, token_slice: int = 0) -> Action:
         """The action that makes the gradient of a stage's input: B, or I where it is split."""
         split = Action(stage, ActionKind.INPUT_GRADIENT, microbatch, token_slice)

@@ -222,11 +222,14 @@ def check_priced(schedule: Schedule) -> None:
     Raises:
         ValueError: naming what it needs and what to do instead.
     """
-    if any(len(schedule.ranks_of(stage)) > 1 for stage in range(schedule.num_stages)):
+    several = (s for s in range(schedule.num_stages) if len(schedule.ranks_of(s)) > 1)
+    stage = None if schedule.is_mirrored else next(several, None)
+    if stage is not None:
         raise ValueError(
-            f"schedule {schedule.name!r} needs two copies of a stage on different devices, and "
-            "the sum of their gradients, which only plans under chimera price: play it with given "
-            "durations (play_schedule), or use chimera"
+            f"schedule {schedule.name!r} has stage {stage} on ranks "
+            f"{' and '.join(map(str, schedule.ranks_of(stage)))}, but plans price copies of all "
+            "stages on the ranks of their mirror images only, such as chimera's: play it with "
+            "given durations (play_schedule), or use such places"
         )
 
 

@@ -8,7 +8,8 @@ a stage's forward, backward, input gradient and weight gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 
 from stratagem.simulator.base.misspelt_names import unknown
@@ -19,6 +20,7 @@ from stratagem.simulator.schedules.actions import (
     check_sizes,
     validate,
 )
+from stratagem.simulator.schedules.schedule_record import PassTimes, ScheduleRecord, Sizes
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 I, W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT  # noqa: E741
@@ -124,13 +126,18 @@ def chimera(num_stages: int, num_microbatches: int) -> Schedule:
     + S − 2), and further units leave gaps between them.
 
     Raises:
-        ValueError: if a size is below 1, or the number of stages is odd.
+        ValueError: if a size is below 1, the number of stages is odd, or there is one microbatch.
     """
     check_sizes(num_stages, num_microbatches)
     if num_stages % 2:
         raise ValueError(
             f"chimera: {num_stages} stages is odd, but two opposite pipelines meet in pairs of "
             f"stages: choose {num_stages + 1} stages"
+        )
+    if num_microbatches == 1:
+        raise ValueError(
+            "chimera: 1 microbatch passes in one direction, but there are two opposite pipelines: "
+            "choose 2 microbatches"
         )
     orders: list[list[tuple[int, Action]]] = [[] for _ in range(num_stages)]
     for rank, when, action in _chimera_slots(num_stages, num_microbatches):
@@ -213,76 +220,147 @@ def pipedream_vertical(num_stages: int, num_microbatches: int) -> Schedule:
     return replace(plain, name="pipedream-vertical", vertical_sync=True)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """All that the schedules with a name are made of."""
-
-    num_stages: int
-    num_microbatches: int
-    num_ranks: int
-    num_slices: int = 1
+def _gpipe_bubble(sizes: Sizes, times: PassTimes) -> Fraction:
+    units = sizes.num_microbatches * sizes.num_slices
+    return Fraction(sizes.num_stages - 1, units + sizes.num_stages - 1)
 
 
-SCHEDULES: dict[str, Callable[[Sizes], Schedule]] = {
-    "gpipe": lambda sizes: gpipe(sizes.num_stages, sizes.num_microbatches),
-    "1f1b": lambda sizes: one_f_one_b(sizes.num_stages, sizes.num_microbatches),
-    "interleaved": lambda sizes: interleaved(
-        sizes.num_stages, sizes.num_microbatches, sizes.num_ranks
+def _interleaved_bubble(sizes: Sizes, times: PassTimes) -> Fraction:
+    rounds = sizes.num_stages // sizes.num_ranks
+    return Fraction(sizes.num_ranks - 1, rounds * sizes.num_microbatches + sizes.num_ranks - 1)
+
+
+def _zb_h1_bubble(sizes: Sizes, times: PassTimes) -> Fraction | None:
+    forward, _, inputs, weights = times
+    if sizes.num_microbatches < sizes.num_stages or weights > min(forward, inputs):
+        return None
+    idle = (sizes.num_stages - 1) * (forward + inputs - weights)
+    return Fraction(idle, idle + sizes.num_microbatches * (forward + inputs + weights))
+
+
+def _chimera_bubble(sizes: Sizes, times: PassTimes) -> Fraction | None:
+    stages, parts = sizes.num_stages, sizes.num_microbatches
+    if times.backward == times.forward and parts % stages == 0:
+        return Fraction(stages - 2, 2 * parts + stages - 2)
+    if times.backward == 2 * times.forward and parts == stages:
+        return Fraction(2 * stages - 4, 5 * stages - 4)
+    return None
+
+
+def _no_bubble(sizes: Sizes, times: PassTimes) -> Fraction:
+    return Fraction(0)
+
+
+def _by_stages(
+    make: Callable[[int, int], Schedule],
+) -> Callable[[Sizes], Schedule]:
+    """What makes a schedule of sizes, of which only stages and microbatches count."""
+    return lambda sizes: make(sizes.num_stages, sizes.num_microbatches)
+
+
+_RECORDS = (
+    ScheduleRecord(
+        "gpipe", _by_stages(gpipe), "a GPipe", torch_name="GPipe", bubble=_gpipe_bubble
     ),
-    "zb-h1": lambda sizes: zb_h1(sizes.num_stages, sizes.num_microbatches),
-    "chimera": lambda sizes: chimera(sizes.num_stages, sizes.num_microbatches),
-    "terapipe": lambda sizes: terapipe(sizes.num_stages, sizes.num_microbatches, sizes.num_slices),
-    "pipedream": lambda sizes: pipedream(sizes.num_stages, sizes.num_microbatches),
-    "pipedream-vertical": lambda sizes: pipedream_vertical(
-        sizes.num_stages, sizes.num_microbatches
+    ScheduleRecord(
+        "1f1b",
+        _by_stages(one_f_one_b),
+        "a 1F1B",
+        several="interleaved",
+        torch_name="1F1B",
+        bubble=_gpipe_bubble,
     ),
-}
+    ScheduleRecord(
+        "interleaved",
+        lambda sizes: interleaved(sizes.num_stages, sizes.num_microbatches, sizes.num_ranks),
+        "an interleaved 1F1B",
+        torch_name="Interleaved1F1B",
+        bubble=_interleaved_bubble,
+    ),
+    ScheduleRecord("zb-h1", _by_stages(zb_h1), "a ZB-H1", bubble=_zb_h1_bubble),
+    ScheduleRecord("chimera", _by_stages(chimera), "a Chimera", bubble=_chimera_bubble),
+    ScheduleRecord(
+        "terapipe",
+        lambda sizes: terapipe(sizes.num_stages, sizes.num_microbatches, sizes.num_slices),
+        "a TeraPipe",
+        bubble=_gpipe_bubble,
+    ),
+    ScheduleRecord("pipedream", _by_stages(pipedream), "a PipeDream", bubble=_no_bubble),
+    ScheduleRecord(
+        "pipedream-vertical",
+        _by_stages(pipedream_vertical),
+        "a vertically synchronised PipeDream",
+        bubble=_no_bubble,
+    ),
+)
+
+SCHEDULES: dict[str, ScheduleRecord] = {record.name: record for record in _RECORDS}
 """The schedules that a plan can name; AMPNet's order depends on times (see `ampnet`)."""
 
-BUNDLED = frozenset(SCHEDULES)
-"""Those that need not be registered."""
 
+DEFAULT_SCHEDULE = "1f1b"
+"""Of plans and searches that ask for none."""
 
 REMEMBERED_SCHEDULES = 4
 """A large one takes 100 MB, and compared plans share it; of macro graphs as many are."""
 
 
-def register_schedule(name: str, make: Callable[[Sizes], Schedule]) -> None:
+def register_schedule(record: ScheduleRecord) -> None:
     """Give a schedule of one's own a name, by which plans, searches and files may ask for it.
 
     Example:
         >>> register_schedule(
-        ...     "all forwards first", lambda s: gpipe(s.num_stages, s.num_microbatches)
+        ...     ScheduleRecord(
+        ...         "all forwards first", lambda s: gpipe(s.num_stages, s.num_microbatches)
+        ...     )
         ... )
         >>> schedule_by_name("all forwards first", 2, 4).num_ranks
         2
         >>> del SCHEDULES["all forwards first"]
 
     Args:
-        name: that no other schedule has.
-        make: the schedule of some sizes; what it cannot be made of, it refuses by a `ValueError`.
+        record: with a name that no other schedule has.
 
     Raises:
-        ValueError: the name is taken, or what it makes for two stages and four microbatches is
-            incomplete or deadlocks.
+        ValueError: the name is taken, or what it makes of two or four stages on two ranks, with
+            four microbatches, is incomplete or deadlocks.
     """
-    if name in SCHEDULES:
+    if record.name in SCHEDULES:
         raise ValueError(
-            f"schedule {name!r} is there already, one of {len(SCHEDULES)}: register yours under "
-            "another name"
+            f"schedule {record.name!r} is there already, one of {len(SCHEDULES)}: register yours "
+            "under another name"
         )
-    validate(make(Sizes(2, 4, 2)))
-    SCHEDULES[name] = make
+    made = [record.made(Sizes(stages, 4, 2)) for stages in (2, 4)]
+    for schedule in filter(None, made) if any(made) else [record.make(Sizes(2, 4, 2))]:
+        validate(schedule)
+    SCHEDULES[record.name] = record
 
 
-def registered_schedules() -> dict[str, Callable[[Sizes], Schedule]]:
+def registered_schedules() -> dict[str, ScheduleRecord]:
     """Those that `register_schedule` added: other processes must be told of them."""
-    return {name: make for name, make in SCHEDULES.items() if name not in BUNDLED}
+    return {name: record for name, record in SCHEDULES.items() if record not in _RECORDS}
 
 
 @lru_cache(maxsize=REMEMBERED_SCHEDULES)
 def _made(make: Callable[[Sizes], Schedule], sizes: Sizes) -> Schedule:
     return make(sizes)
+
+
+def record_of(name: str) -> ScheduleRecord:
+    """The record of the schedule of a name.
+
+    Example:
+        >>> record_of("interleaved").words
+        'an interleaved 1F1B'
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in SCHEDULES:
+        raise unknown(
+            "schedule", name, SCHEDULES, hint="A plan may list orders of its own: custom"
+        )
+    return SCHEDULES[name]
 
 
 def schedule_by_name(
@@ -312,23 +390,61 @@ def schedule_by_name(
         ValueError: if the name is unknown, a size is below 1, the schedule needs another number
             of ranks, or it does not slice tokens.
     """
-    if name not in SCHEDULES:
-        raise unknown(
-            "schedule", name, SCHEDULES, hint="A plan may list orders of its own: custom"
-        )
     ranks = num_stages if num_ranks is None else num_ranks
-    if num_slices != 1 and name != "terapipe":
+    sizes = Sizes(num_stages, num_microbatches, ranks, num_slices)
+    schedule = _made(record_of(name).make, sizes)
+    if schedule.num_slices != num_slices:
+        slicing = (n for n, each in SCHEDULES.items() if slices_tokens(each))
         raise ValueError(
             f"schedule {name!r} does not slice tokens, but {num_slices} token slices are asked "
-            "for: choose terapipe, or 1 slice"
+            f"for: choose {' or '.join(slicing)}, or 1 slice"
         )
-    schedule = _made(SCHEDULES[name], Sizes(num_stages, num_microbatches, ranks, num_slices))
     if schedule.num_ranks != ranks:
         raise ValueError(
             f"schedule {name!r} places {num_stages} stages on {schedule.num_ranks} ranks, not on "
             f"{ranks}: choose interleaved for several stages a rank, or custom"
         )
     return schedule
+
+
+def with_rounds(name: str, rounds: int) -> str:
+    """The schedule that one becomes where each rank has so many stages; empty if there is none.
+
+    Example:
+        >>> with_rounds("1f1b", 2), with_rounds("1f1b", 1), with_rounds("gpipe", 2)
+        ('interleaved', '1f1b', '')
+
+    Raises:
+        ValueError: if there is no schedule of that name.
+    """
+    first = record_of(name)
+    for record in (first, SCHEDULES.get(first.several)):
+        if record is not None and record.accepts(Sizes(2 * rounds, 12, 2)):
+            return record.name
+    return ""
+
+
+def plain_schedules() -> tuple[str, ...]:
+    """All but those that others become where ranks have several stages, the default one first.
+
+    Example:
+        >>> plain_schedules()[:3]
+        ('1f1b', 'gpipe', 'zb-h1')
+    """
+    several = {record.several for record in SCHEDULES.values()}
+    names = dict.fromkeys((DEFAULT_SCHEDULE, *SCHEDULES))
+    return tuple(name for name in names if name not in several)
+
+
+def slices_tokens(record: ScheduleRecord) -> bool:
+    """Whether a schedule passes slices of the tokens of a microbatch.
+
+    Example:
+        >>> [name for name, record in SCHEDULES.items() if slices_tokens(record)]
+        ['terapipe']
+    """
+    sliced = record.made(Sizes(2, 2, 2, num_slices=2))
+    return sliced is not None and sliced.num_slices > 1
 
 
 def _one_stage_a_rank(
@@ -410,10 +526,6 @@ def _chimera_slots(num_stages: int, num_microbatches: int) -> Iterator[tuple[int
                 yield rank, begin + stage, Action(stage, F, first + number)
                 back = begin + 2 * num_stages - 1 - stage
                 yield rank, back, Action(stage, B, first + number)
-
-
-CHIMERA = "chimera"
-"""Name of the schedule whose stages have two homes."""
 
 
 def unfolded(schedule: Schedule) -> Schedule:

@@ -16,6 +16,7 @@ from stratagem.simulator.graph.token_slices import num_slices
 from stratagem.simulator.operators.kinds.norms import LOCAL
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.named_schedules import record_of
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import DeviceMemory
 from stratagem.simulator.simulation.idle_devices import vain_devices
@@ -28,17 +29,6 @@ MAX_GROUPS = 12
 """How many groups of equally treated operators are listed for a stage."""
 MAX_NAMES = 6
 """Names of operators that a line lists; it counts the others."""
-_SCHEDULES = {
-    "gpipe": "a GPipe",
-    "1f1b": "a 1F1B",
-    "interleaved": "an interleaved 1F1B",
-    "zb-h1": "a ZB-H1",
-    "chimera": "a Chimera",
-    "pipedream": "a PipeDream",
-    "pipedream-vertical": "a vertically synchronised PipeDream",
-    "terapipe": "a TeraPipe",
-    "custom": "a custom",
-}
 _ZERO = {
     1: "optimizer state in parts (ZeRO-1)",
     2: "gradients and optimizer state in parts (ZeRO-2)",
@@ -115,9 +105,9 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     parts, total = plan.num_microbatches, plan.cluster.num_devices
     devices = f"all {total}" if plan.num_devices == total else f"{plan.num_devices} of {total}"
     if len(plan.stages) > 1:
-        kind, name = _SCHEDULES.get(plan.schedule, "a"), plan.schedule
-        how = f"in {kind} pipeline of {len(plan.stages)} stages"
-        how += "" if name in _SCHEDULES else f" under {name!r}"
+        kind = "a custom" if plan.has_own_orders else record_of(plan.schedule).words
+        how = f"in {kind or 'a'} pipeline of {len(plan.stages)} stages"
+        how += "" if kind else f" under {plan.schedule!r}"
         if plan.num_ranks < len(plan.stages):
             how += f" that take turns on {plan.num_ranks} sets of devices"
         if plan.is_mirrored:

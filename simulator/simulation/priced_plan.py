@@ -32,13 +32,14 @@ from stratagem.simulator.pricing.stage_boundaries import (
     stage_pairs,
     syncs_compute,
 )
+from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.macro_graph import (
     MacroGraph,
     check_priced,
     macro_graph,
     transfer_kinds,
 )
-from stratagem.simulator.schedules.named_schedules import unfolded
+from stratagem.simulator.schedules.named_schedules import one_f_one_b, unfolded
 from stratagem.simulator.schedules.weight_versions import stashing_actions, versions_kept
 from stratagem.simulator.schedules.work_kinds import NUM_KINDS, REPLICA_SYNC, REPLICA_UPDATE, TIE
 from stratagem.simulator.simulation.device_memory import StageTensors
@@ -47,7 +48,6 @@ from stratagem.simulator.stage.device_cells import CellBlock, cell_block, pinned
 from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.replica_sync import HomeTask, ReplicaHome, home_tasks, homes_block
 from stratagem.simulator.stage.stage_blocks import StageBlocks
-from stratagem.simulator.stage.tails_of_backwards import with_parts_apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,20 +196,11 @@ def plan_model(
         return _mirrored_model(plan, graph, costs, memory or RowMemory())
     schedule = plan.make_schedule()
     check_priced(schedule)
-    shapes = StageShapes(
-        split=schedule.splits_backward,
-        bucket_bytes=plan.bucket_bytes,
-        inputs_first=plan.inputs_first,
-        slowdown=slowdown_of(plan.cluster),
-        stashes=schedule.stashes_weights,
-        apart=schedule.parts_updates,
-        accumulates=schedule.accumulates,
-    )
-    prices = _StagePrices(costs, memory or RowMemory(), shapes)
+    prices = _StagePrices(costs, memory or RowMemory(), _shapes(plan))
     sliced, graphs = pass_graphs(plan, graph)
     if schedule.stashes_weights:
         check_stashing(plan, graphs[0], crossing_ties(plan.stage_of, graphs[0]))
-    parts = tuple(_part(sliced, each, prices) for each in graphs)
+    parts = tuple(_part(sliced, schedule, each, prices) for each in graphs)
     if len(parts) == 1:
         return parts[0]
     stages = tuple(part.stages[s] for s in range(len(plan.stages)) for part in parts)
@@ -224,9 +215,21 @@ class _StagePrices(NamedTuple):
     shapes: StageShapes
 
 
-def _part(plan: Plan, small: OperatorGraph, prices: _StagePrices) -> PlanModel:
-    """A plan for the graph of a microbatch, or of a slice of its tokens."""
+def _shapes(plan: Plan) -> StageShapes:
     schedule = plan.make_schedule()
+    return StageShapes(
+        split=schedule.splits_backward,
+        bucket_bytes=plan.bucket_bytes,
+        inputs_first=plan.inputs_first,
+        slowdown=slowdown_of(plan.cluster),
+        stashes=schedule.stashes_weights,
+        apart=schedule.parts_updates,
+        accumulates=schedule.accumulates,
+    )
+
+
+def _part(plan: Plan, schedule: Schedule, small: OperatorGraph, prices: _StagePrices) -> PlanModel:
+    """A plan for the graph of a microbatch, or of a slice of its tokens, under a schedule."""
     crossing = crossing_edges(plan.stage_of, small)
     pairs = stage_pairs(crossing, plan.stage_of, small)
     meshes = [stage.mesh for stage in plan.stages]
@@ -265,12 +268,11 @@ def _mirrored_model(
     plan: Plan, graph: OperatorGraph, costs: CostModel, memory: RowMemory
 ) -> PlanModel:
     """Both directions priced as pipelines by themselves, joined where homes sum gradients."""
-    alone = replace(plan, schedule="1f1b")
-    down, up = (plan_model(each, graph, costs, memory) for each in (alone, alone.mirrored()))
-    stages = [
-        replace(stage, blocks=with_parts_apart(stage.blocks)) for stage in down.stages + up.stages
-    ]
-    count = len(plan.stages)
+    alone = one_f_one_b(len(plan.stages), plan.num_microbatches)
+    prices = _StagePrices(costs, memory, _shapes(plan))
+    small = graph.microbatch(plan.num_microbatches)
+    down, up = (_part(each, alone, small, prices) for each in (plan, plan.mirrored()))
+    stages, count = down.stages + up.stages, len(plan.stages)
     homes = [
         [ReplicaHome(stage.builder, stage.table) for stage in way.stages] for way in (down, up)
     ]

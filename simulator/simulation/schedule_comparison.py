@@ -1,12 +1,14 @@
 """One pipeline under every schedule: what each would do to a plan's step, memory and weights.
 
-Schedules that flush are simulated, each as a plan of its own; Chimera and slices of tokens where
-the model can have them. Those that never do run the blocks of the plan until their pace settles.
-Interleaving cannot be compared like this, because its stages are others.
+Schedules that flush are simulated, each as a plan of its own: all that have a name and can run its
+stages, slices of tokens where the model can have them. Those that never do run the blocks of the
+plan until their pace settles. What gives a rank several stages, such as interleaving, cannot be
+compared like this, because its stages are others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -19,8 +21,14 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.ampnet import ampnet
-from stratagem.simulator.schedules.named_schedules import CHIMERA, pipedream
+from stratagem.simulator.schedules.named_schedules import (
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    plain_schedules,
+    slices_tokens,
+)
 from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
+from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.schedules.steady_state import SteadyState, steady_state
 from stratagem.simulator.schedules.work_kinds import (
     BACKWARD,
@@ -35,12 +43,6 @@ from stratagem.simulator.simulation.device_memory import StageTensors, device_me
 from stratagem.simulator.simulation.predictions import rank_memory
 from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
-
-STREAMS = ("pipedream", "ampnet")
-"""Those that never flush, whose pace is compared."""
-
-NAMES = ("gpipe", "1f1b", "zb-h1", "chimera", "pipedream", "ampnet")
-"""The schedules that are compared."""
 
 COLUMNS = {
     "schedule": Unit.TEXT,
@@ -78,8 +80,8 @@ def compare_schedules(
         plan: with one stage on each set of devices; its own schedule does not count.
         graph: the model at its whole batch.
         costs: prices of operators.
-        token_slices: of a microbatch under TeraPipe, which is left out for 1 slice.
-            Chimera is left out where plans cannot have it (see `mirrored_stages.check_homes`).
+        token_slices: of a microbatch under TeraPipe, which is left out for 1 slice. So is what
+            plans of these stages cannot have, such as Chimera (see `mirrored_stages.check_homes`).
         memory: rows priced before under the same `costs`.
 
     Raises:
@@ -94,29 +96,44 @@ def compare_schedules(
         )
     graph = plan.rewrite(graph).graph
     plan.check(graph)
-    plain = replace(plan, schedule="1f1b", token_slices=1, orders=())
+    plain = replace(plan, schedule=DEFAULT_SCHEDULE, token_slices=1, orders=())
     model = plan_model(plain, graph, costs, memory)
     times = _whole_times(model)
-    rows = [_stream(name, plan, times, model) for name in STREAMS]
-    names = [name for name in NAMES if name not in STREAMS and name != CHIMERA]
-    plans = {name: replace(plain, schedule=name) for name in names} | _opposite(plain, graph)
-    if token_slices > 1:
-        sliced = replace(plain, schedule="terapipe", token_slices=token_slices)
-        sliced.check(graph)
-        plans[f"terapipe, {token_slices} slices"] = sliced
+    rows = [_stream(schedule, plan, times, model) for schedule in _streams(plain, times)]
+    plans = _flushing(plain, graph)
+    for name, record in SCHEDULES.items() if token_slices > 1 else ():
+        if slices_tokens(record):
+            sliced = replace(plain, schedule=name, token_slices=token_slices)
+            sliced.check(graph)
+            plans[f"{name}, {token_slices} slices"] = sliced
     rows += [_simulated(name, one, graph, costs, memory) for name, one in plans.items()]
     table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE)
     return table.sorted_by("step", descending=False)
 
 
-def _opposite(plan: Plan, graph: OperatorGraph) -> dict[str, Plan]:
-    """The plan under Chimera by its name; nothing where it cannot have two homes a stage."""
-    try:
-        opposite = replace(plan, schedule=CHIMERA)
-        opposite.check(graph)
-    except ValueError:
-        return {}
-    return {CHIMERA: opposite}
+def _flushing(plan: Plan, graph: OperatorGraph) -> dict[str, Plan]:
+    """The plan under each schedule that can run it, and updates once a step, by its name."""
+    found: dict[str, Plan] = {}
+    for name in plain_schedules():
+        try:
+            under = replace(plan, schedule=name)
+            under.check(graph)
+        except ValueError:
+            continue
+        if under.make_schedule().update_every is None and not slices_tokens(SCHEDULES[name]):
+            found[name] = under
+    return found
+
+
+def _streams(plan: Plan, times: StageTimes) -> Iterator[Schedule]:
+    """Those that never flush, with enough microbatches for their pace to settle."""
+    stages = len(plan.stages)
+    many = max(8 * stages, 32)
+    for record in SCHEDULES.values():
+        made = record.made(Sizes(stages, many, stages))
+        if made is not None and made.update_every is not None:
+            yield made
+    yield ampnet(stages, many, times, max_active=stages)
 
 
 def _whole_times(model: PlanModel) -> StageTimes:
@@ -170,21 +187,16 @@ def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
     )
 
 
-def _stream(name: str, plan: Plan, times: StageTimes, model: PlanModel) -> tuple[Value, ...]:
+def _stream(
+    schedule: Schedule, plan: Plan, times: StageTimes, model: PlanModel
+) -> tuple[Value, ...]:
     """The row of a schedule without flushes, at its pace once it has settled."""
-    stages, parts = len(plan.stages), plan.num_microbatches
-    # Enough microbatches to settle: the first and the last ones do not count.
-    many = max(8 * stages, 32)
-    if name == "pipedream":
-        schedule = pipedream(stages, many)
-    else:
-        schedule = ampnet(stages, many, times, max_active=stages)
     state = steady_state(schedule, times)
-    step = float(Fraction(parts) * state.period) * 1e-9
+    step = float(Fraction(plan.num_microbatches) * state.period) * 1e-9
     versions, staleness = max(state.weight_versions), max(state.staleness)
     held = max(play_schedule(schedule, times).peak_held)
     fullest = _fullest(model, schedule, state)
-    return name, step, float(state.bubble), held, fullest, versions, staleness
+    return schedule.name, step, float(state.bubble), held, fullest, versions, staleness
 
 
 def _fullest(model: PlanModel, schedule: Schedule, state: SteadyState | None) -> int:

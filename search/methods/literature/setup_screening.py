@@ -20,6 +20,7 @@ import numpy as np
 
 from stratagem.searcher.methods.literature.shortened_models import Shortened, shortened
 from stratagem.searcher.space.choices import Choices
+from stratagem.searcher.space.schedule_traits import Run, run_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.strategies import with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -33,6 +34,8 @@ from stratagem.simulator.simulation.device_memory import StageTensors
 from stratagem.simulator.simulation.simulation import Simulation
 from stratagem.simulator.stage.equal_stages import StageShapes
 
+TOLD = 4
+"""Microbatches a rank after which no schedule that does not run ahead holds more."""
 _EACH_SYNC = (0.0, 0.0, 0.5, 1.5)
 """By ZeRO stage, how many all-reduces of gradients a microbatch's gathers and syncs are worth."""
 
@@ -165,11 +168,7 @@ class Rates:
         graph, cluster = self.situation.graph, self.situation.cluster
         parts, data = setup.num_microbatches(graph, cluster), setup.data(cluster)
         setup.check(graph, cluster)
-        if setup.virtual_stages > 1 and parts % setup.pipeline:
-            raise ValueError(
-                f"{parts} microbatches are no multiple of {setup.pipeline} pipeline ranks, which "
-                "interleaving takes them in"
-            )
+        run = _run(setup, parts)
         stage_of, leaves = self._stages(setup)
         layers = self._layer_rates(setup, data)
         count = setup.pipeline * setup.virtual_stages
@@ -177,10 +176,10 @@ class Rates:
         spent = compute + _sums(layers.between, stage_of, count)
         sync = self._sync(setup, data, _sums(layers.gradients, stage_of, count))
         spent = np.maximum(spent, _EACH_SYNC[setup.zero] * sync)
-        estimate = _estimate(spent, setup, parts) + max(0.0, float((sync - 2 / 3 * spent).max()))
+        estimate = _estimate(spent, run, parts) + max(0.0, float((sync - 2 / 3 * spent).max()))
         held = np.where(leaves, 0.0, layers.held)
-        need = _need(setup, data, layers, _sums(held, stage_of, count), stage_of, parts)
-        return Outlook(setup, _bound(compute, setup, parts), estimate, need)
+        need = _need(setup, run, data, layers, _sums(held, stage_of, count), stage_of, parts)
+        return Outlook(setup, _bound(compute, run, parts), estimate, need)
 
     def _stages(self, setup: TrainingSetup) -> tuple[Ints, Flags]:
         """The stage of each operator, and whether another stage reads it."""
@@ -302,27 +301,45 @@ def _sums(values: Floats, stage_of: Ints, count: int) -> Floats:
     return summed
 
 
-def _bound(compute: Floats, setup: TrainingSetup, parts: int) -> float:
+def _run(setup: TrainingSetup, parts: int) -> Run:
+    """What the setup's schedule does, of whose microbatches so many tell that are alike."""
+    ranks, stages = setup.pipeline, setup.pipeline * setup.virtual_stages
+    few = parts if parts <= TOLD * ranks else TOLD * ranks + parts % ranks
+    run = run_of(setup.placed_schedule, stages, few, ranks)
+    if run is None:
+        raise ValueError(
+            f"schedule {setup.placed_schedule!r} cannot run {parts} microbatches through {stages} "
+            f"stages on {ranks} pipeline ranks"
+        )
+    return run
+
+
+def _bound(compute: Floats, run: Run, parts: int) -> float:
     """Computing of the busiest rank.
 
-    Under 1F1B and GPipe nothing of a stage begins before the first microbatch has come through
-    those before it, nor ends the step before the gradients of the last have gone back there.
+    Where a rank has one stage and makes gradients at once, nothing of a stage begins before the
+    first microbatch has come through those before it, nor ends the step before the gradients of
+    the last have gone back there.
     """
-    if setup.virtual_stages == 1 and setup.schedule in ("1f1b", "gpipe"):
+    if len(run.waiting) == compute.size and not run.splits_backward:
         return float(max(parts * compute + np.cumsum(compute) - compute))
-    ranks = compute.reshape(setup.virtual_stages, setup.pipeline).sum(axis=0)
-    return float(parts * ranks.max())
+    return float(parts * _by_rank(compute, run).max())
 
 
-def _estimate(spent: Floats, setup: TrainingSetup, parts: int) -> float:
+def _by_rank(values: Floats, run: Run) -> Floats:
+    return _sums(values, np.array(run.ranks), len(run.waiting))
+
+
+def _estimate(spent: Floats, run: Run, parts: int) -> float:
     """The busiest rank, and the filling of the pipeline, which virtual stages divide."""
-    ranks = spent.reshape(setup.virtual_stages, setup.pipeline).sum(axis=0)
-    filling = (ranks.sum() - ranks.max()) / setup.virtual_stages
+    ranks = _by_rank(spent, run)
+    filling = (ranks.sum() - ranks.max()) / (spent.size // ranks.size)
     return float(parts * ranks.max() + filling)
 
 
 def _need(
     setup: TrainingSetup,
+    run: Run,
     data: int,
     layers: _Layers,
     held: Floats,
@@ -331,17 +348,15 @@ def _need(
 ) -> float:
     """Bytes that the fullest rank needs at least: state, and the microbatches in flight.
 
-    A rank of an interleaved pipeline has taken up that many microbatches of its stages when its
-    first backward pass begins (Narayanan et al. 2021); which stages' is left open.
+    Where a rank has several stages, it is left open whose microbatches those are.
     """
     over = [data if setup.zero >= stage else 1 for stage in (3, 2, 1)]
     state = layers.parameters / over[0] + layers.gradients / over[1] + layers.optimizer / over[2]
-    rounds, ranks = setup.virtual_stages, setup.pipeline
-    states = _sums(state, stage_of, rounds * ranks).reshape(rounds, ranks).sum(axis=0)
-    flying = np.minimum(parts, ranks - np.arange(ranks))
-    if setup.schedule == "gpipe" and rounds == 1:
-        flying = np.full(ranks, parts)
-    if rounds > 1:
-        warm = 2 * (ranks - 1 - np.arange(ranks)) + (rounds - 1) * ranks + 1
-        flying = np.minimum(rounds * parts, warm)
-    return float((states + flying * held.reshape(rounds, ranks).min(axis=0)).max())
+    states = _by_rank(_sums(state, stage_of, len(run.ranks)), run)
+    least = np.full(len(run.waiting), np.inf)
+    np.minimum.at(least, np.array(run.ranks), held)
+    flying = np.zeros(len(run.waiting))
+    flying[list(run.ranks)] = run.held
+    if run.runs_ahead:
+        flying[:] = parts * setup.virtual_stages
+    return float((states + flying * least).max())

@@ -12,6 +12,7 @@ from stratagem.exports.reading.transformer_sizes import transformer_sizes
 from stratagem.simulator.base.precision import FULL
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import plain_schedules, record_of
 
 
 def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
@@ -24,16 +25,12 @@ LIMITS = SetupLimits(
     sequence=(False, True),
     pipeline=True,
     virtual=True,
-    schedules=("1f1b", "gpipe"),
     recompute=("none", "full"),
     experts=True,
 )
 
 PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 """By how a plan stores its parameters, how torchtitan can."""
-
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
-"""What torch.distributed.pipelining calls a schedule."""
 
 
 def torchtitan(plan: Plan, graph: OperatorGraph) -> ExportDraft:
@@ -48,7 +45,8 @@ def torchtitan(plan: Plan, graph: OperatorGraph) -> ExportDraft:
         >>> [line for line in draft.text.splitlines() if "reshard" in line]
         ['--parallelism.fsdp_reshard_after_forward always']
     """
-    found = nearest_uniform(plan, graph, LIMITS)
+    known = tuple(name for name in plain_schedules() if record_of(name).torch_name)
+    found = nearest_uniform(plan, graph, replace(LIMITS, schedules=known))
     training = found.plan.training
     training = replace(
         training, precision=PRECISION[training.formats.storage], gradient_precision=FULL
@@ -86,7 +84,8 @@ def _parallel(found: Uniform) -> Iterator[str]:
         yield f"--parallelism.expert_parallel_degree {found.expert_ways}"
     yield f"--parallelism.pipeline_parallel_degree {setup.pipeline}"
     if setup.pipeline > 1:
-        yield f"--parallelism.pipeline_parallel_schedule {SCHEDULES[found.plan.schedule]}"
+        name = record_of(found.plan.schedule).torch_name
+        yield f"--parallelism.pipeline_parallel_schedule {name}"
         yield f"--parallelism.pipeline_parallel_microbatch_size {setup.microbatch}"
         yield f"--parallelism.pipeline_parallel_layers_per_stage {found.blocks[0]}"
         yield "--parallelism.pipeline_parallel_first_stage_less_layers 0"

@@ -77,7 +77,11 @@ def opposite(case: Case, choose: Chooser, *shapes: tuple[int, ...], **fields: ob
     ("fields", "shapes", "message"),
     [
         ({}, (ONE, ONE, ONE), "3 stages is odd.* choose 4 stages"),
-        ({"num_microbatches": 1}, (ONE, ONE), "1 microbatches are odd.* choose 2 microbatches"),
+        (
+            {"num_microbatches": 1},
+            (ONE, ONE),
+            "1 microbatch passes in one.* choose 2 microbatches",
+        ),
         ({}, (ONE, TWO), r"stage 0 has a mesh of shape \(1,\) and stage 1.* of shape \(2,\)"),
         ({"crews": 2}, (ONE,) * 4, "places 4 stages on 4 ranks, not on 2"),
     ],
@@ -122,6 +126,28 @@ def test_a_stage_lives_on_the_mesh_of_its_mirror_image() -> None:
         [(3,), (0,)],
     ]
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_orders_of_ones_own_may_have_two_homes_and_split_backwards() -> None:
+    """Two homes were known by the name of the one schedule that had them."""
+    case = case_of("gpt")
+    orders = (
+        "rank 0: 0F0 0F2 1F1 1I1 1F3 1W1 1B3 0I0 0B2 0W0",
+        "rank 1: 0F1 0F3 1F0 1I0 1F2 1W0 1B2 0I1 0B3 0W1",
+    )
+    both = opposite(case, sharding("sample"), TWO, TWO, num_microbatches=4)
+    plan = replace(both, schedule="custom", orders=orders)
+    assert plan.is_mirrored
+    assert "those of its mirror image" in " ".join(
+        describe(simulate_plan(plan, case.graph, default_costs()), case.graph).split()
+    )
+    assert_runs_like_torch(case, plan)
+    fewer = (
+        "rank 0: 0F0 0F2 0F3 1F1 1B1 0B0 0B2 0B3",
+        "rank 1: 0F1 1F0 1F2 1F3 1B0 1B2 1B3 0B1",
+    )
+    with pytest.raises(ValueError, match="sends 3 of 4 microbatches in one direction and 1 in"):
+        replace(plan, orders=fewer)
 
 
 # -- where else it is known --------------------------------------------------------------------

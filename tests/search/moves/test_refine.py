@@ -507,6 +507,7 @@ from stratagem.searcher.improvement.neighbours import register_move
 from stratagem.simulator.operators.kinds.moves import CAT
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind
 from stratagem.simulator.schedules.named_schedules import gpipe, register_schedule
+from stratagem.simulator.schedules.schedule_record import ScheduleRecord
 
 def none(here):
     return []
@@ -516,7 +517,7 @@ def make(sizes):
 
 register_move("none", none)
 register_kind(replace(CAT, name="flip"))
-register_schedule("own", make)
+register_schedule(ScheduleRecord("own", make))
 """
 
 

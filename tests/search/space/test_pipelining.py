@@ -26,13 +26,13 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import (
     SCHEDULES,
-    Sizes,
     gpipe,
     register_schedule,
     registered_schedules,
     schedule_by_name,
     zb_h1,
 )
+from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
 from stratagem.simulator.simulation.plan_in_words import describe
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -43,7 +43,7 @@ NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 def renamed(name: str) -> Iterator[str]:
     """A copy of a schedule under a name that nothing else knows."""
     copy = f"{name} by another name"
-    register_schedule(copy, SCHEDULES[name])
+    register_schedule(replace(SCHEDULES[name], name=copy, words=""))
     try:
         yield copy
     finally:
@@ -104,7 +104,7 @@ def late_weights(sizes: Sizes) -> Schedule:
 
 
 def test_what_a_schedule_of_ones_own_does_is_read_from_its_actions() -> None:
-    register_schedule("late weights", late_weights)
+    register_schedule(ScheduleRecord("late weights", late_weights))
     try:
         traits = traits_of("late weights")
         assert traits.splits_backward
@@ -130,9 +130,10 @@ def test_schedules_with_several_homes_updates_or_slices_are_not_searched(name: s
 
 def test_what_is_registered_must_be_new_and_whole() -> None:
     with pytest.raises(ValueError, match="'gpipe' is there already"):
-        register_schedule("gpipe", SCHEDULES["1f1b"])
+        register_schedule(replace(SCHEDULES["1f1b"], name="gpipe"))
+    down = ScheduleRecord("upside down", lambda _: Schedule.parse("rank 0: 0B0 0F0"))
     with pytest.raises(ValueError, match="deadlocks"):
-        register_schedule("upside down", lambda _: Schedule.parse("rank 0: 0B0 0F0"))
+        register_schedule(down)
     assert registered_schedules() == {}
 
 
@@ -140,7 +141,8 @@ def test_a_name_that_is_given_anew_means_the_new_schedule() -> None:
     """Schedules were remembered by their names."""
     made = []
     for make in (gpipe, zb_h1):
-        register_schedule("mine", lambda s, make=make: make(s.num_stages, s.num_microbatches))
+        own = ScheduleRecord("mine", lambda s, m=make: m(s.num_stages, s.num_microbatches))  # type: ignore[misc]
+        register_schedule(own)
         try:
             made.append((schedule_by_name("mine", 2, 4), traits_of("mine")))
         finally:

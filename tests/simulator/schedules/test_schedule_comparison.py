@@ -16,9 +16,10 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
-from stratagem.simulator.simulation.schedule_comparison import NAMES, compare_schedules
+from stratagem.simulator.simulation.schedule_comparison import compare_schedules
 from stratagem.simulator.simulation.simulation import simulate_plan
 
+NAMES = ("gpipe", "1f1b", "zb-h1", "chimera", "pipedream", "pipedream-vertical", "ampnet")
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()
 
@@ -62,6 +63,7 @@ def test_the_order_that_the_papers_promise() -> None:
     graph = model()
     found = by_name(compare_schedules(pipeline(graph), graph, COSTS))
     assert set(found) == set(NAMES)
+    assert found["pipedream-vertical"]["versions"] == 4
     assert found["zb-h1"]["step"] < found["1f1b"]["step"]
     assert found["pipedream"]["step"] < found["1f1b"]["step"]
     assert found["1f1b"]["memory"] < found["gpipe"]["memory"]

@@ -52,7 +52,7 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
         case "interleaved":
             return interleaved(stages * part, stages * draw(st.integers(1, 3)), stages)
         case "chimera":
-            return chimera(2 * draw(st.integers(1, 4)), count)
+            return chimera(2 * draw(st.integers(1, 4)), max(2, count))
         case "terapipe":
             return terapipe(stages, count, part)
         case "ampnet":

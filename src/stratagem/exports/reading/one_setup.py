@@ -27,6 +27,12 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
 from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.named_schedules import (
+    record_of,
+    schedule_by_name,
+    with_rounds,
+)
+from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
@@ -176,10 +182,17 @@ class _Near:
                 if batch % data or not self._has_tensor(tensor):
                     continue
                 for parts in _divisors(batch // data):
-                    rounds = virtual if pipeline > 1 and parts % pipeline == 0 else 1
+                    rounds = virtual if self._turns(pipeline, virtual, parts) else 1
                     counts = [n for n in (rounds, 1) if self._has_stages(pipeline * n)]
                     if counts:
                         yield _Degrees(devices, pipeline, counts[0], tensor, parts)
+
+    def _turns(self, ranks: int, virtual: int, parts: int) -> bool:
+        """Whether ranks of a pipeline may have so many stages each."""
+        if ranks == 1 or virtual == 1:
+            return False
+        sizes = Sizes(ranks * virtual, parts, ranks)
+        return record_of(self._schedule(virtual)).accepts(sizes)
 
     def _has_tensor(self, ways: int) -> bool:
         """Whether each dim that tensor parallelism shards divides, but for padded vocabularies."""
@@ -231,21 +244,24 @@ class _Near:
         return self.limits.sequence if tensor > 1 else (False,)
 
     def _setup(self, degrees: _Degrees, sequence: bool) -> TrainingSetup:
-        schedules, schedule = self.limits.schedules, self.plan.schedule
-        if schedule not in schedules:
-            schedule = schedules[0]
         return TrainingSetup(
             microbatch=self.graph.batch // (degrees.microbatches * degrees.data),
             tensor=degrees.tensor,
             pipeline=degrees.pipeline,
             virtual_stages=degrees.virtual,
-            schedule="interleaved" if degrees.virtual > 1 else schedule,
+            schedule=self._schedule(degrees.virtual),
             training=self.plan.training,
             zero=self._zero(degrees) if degrees.data > 1 else 0,
             recompute=self._recompute(),
             sequence_parallel=sequence,
             expert=self._expert(degrees) if self.limits.experts else 1,
         )
+
+    def _schedule(self, virtual: int) -> str:
+        """The plan's schedule where the program has it, else its usual one."""
+        listed = (with_rounds(name, virtual) for name in self.limits.schedules)
+        possible = [name for name in listed if name]
+        return self.plan.schedule if self.plan.schedule in possible else possible[0]
 
     def _zero(self, degrees: _Degrees) -> int:
         """The ZeRO stage nearest to that of most parameters; of two equally near the higher."""
@@ -300,6 +316,12 @@ class _Near:
         devices = sorted(self.plan.devices)[: degrees.devices]
         share = degrees.devices // degrees.pipeline
         axes = setup.axes(degrees.data)
+        schedule = schedule_by_name(
+            setup.placed_schedule,
+            len(stages),
+            degrees.microbatches,
+            num_ranks=degrees.pipeline,
+        )
         meshes = [
             DeviceMesh(axes, tuple(devices[rank * share : (rank + 1) * share]))
             for rank in range(degrees.pipeline)
@@ -309,11 +331,11 @@ class _Near:
             name=setup.describe(),
             fingerprint=self.graph.fingerprint,
             stages=tuple(
-                Stage(names, meshes[s % degrees.pipeline], {n: choices[n] for n in names})
-                for s, names in enumerate(stages)
+                Stage(names, meshes[rank], {n: choices[n] for n in names})
+                for names, rank in zip(stages, schedule.homes, strict=True)
             ),
             num_microbatches=degrees.microbatches,
-            schedule="interleaved" if degrees.virtual > 1 else setup.schedule,
+            schedule=setup.placed_schedule,
             inputs_first=False,
             prediction=None,
             token_slices=1,

@@ -1,0 +1,88 @@
+"""What is said of a schedule that has a name: one record, which everything else goes by.
+
+A record says how the schedule is called and how its actions are made. What a schedule *does*
+(stages a rank, split backwards, what is held, homes of a stage, when updates come) is read from
+the actions that it makes: see `actions.Schedule`, and `searcher.space.schedule_traits` for what a
+search asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from stratagem.simulator.schedules.actions import Schedule
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All that the schedules with a name are made of."""
+
+    num_stages: int
+    num_microbatches: int
+    num_ranks: int
+    num_slices: int = 1
+
+
+class PassTimes(NamedTuple):
+    """How long a stage of a balanced pipeline takes for a microbatch, or a slice of its tokens.
+
+    A whole backward is `backward`; where it is split, both parts of it.
+    """
+
+    forward: int
+    backward: int
+    input_gradient: int = 0
+    weight_gradient: int = 0
+
+
+def _no_closed_form(sizes: Sizes, times: PassTimes) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ScheduleRecord:
+    """A schedule with a name.
+
+    Example:
+        >>> from stratagem.simulator.schedules.named_schedules import gpipe
+        >>> record = ScheduleRecord("mine", lambda s: gpipe(s.num_stages, s.num_microbatches))
+        >>> record.accepts(Sizes(2, 4, num_ranks=2)), record.accepts(Sizes(4, 4, num_ranks=2))
+        (True, False)
+
+    Attributes:
+        name: by which plans, searches and files ask for it.
+        make: the schedule of some sizes; what it cannot be made of, it refuses by a `ValueError`.
+        words: what a pipeline under it is, with its article: ``a GPipe``. Its name if left out.
+        several: the schedule that it becomes where a rank has several stages, which it has not.
+        torch_name: what torch.distributed.pipelining calls it.
+        bubble: the share of their time in which the ranks of a balanced pipeline are idle, for
+            transfers that take no time; None for sizes and times for which no formula is known.
+            Of what never flushes, once its pace has settled.
+    """
+
+    name: str
+    make: Callable[[Sizes], Schedule]
+    words: str = ""
+    several: str = ""
+    torch_name: str = ""
+    bubble: Callable[[Sizes, PassTimes], Fraction | None] = _no_closed_form
+
+    @property
+    def title(self) -> str:
+        """The words without their article."""
+        return self.words.split(" ", 1)[-1] or self.name
+
+    def made(self, sizes: Sizes) -> Schedule | None:
+        """The schedule of some sizes, on so many ranks; None where there is none."""
+        try:
+            schedule = self.make(sizes)
+        except ValueError:
+            return None
+        return schedule if schedule.num_ranks == sizes.num_ranks else None
+
+    def accepts(self, sizes: Sizes) -> bool:
+        """Whether there is such a schedule of some sizes."""
+        return self.made(sizes) is not None

@@ -1,0 +1,133 @@
+"""A schedule is a record: nothing else asks for its name, and a user's own gets all there is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import (
+    SCHEDULES,
+    plain_schedules,
+    schedule_by_name,
+    with_rounds,
+)
+from stratagem.simulator.schedules.schedule_player import StageTimes, play_schedule
+from stratagem.simulator.schedules.schedule_record import PassTimes, Sizes
+from stratagem.simulator.schedules.steady_state import steady_state
+from tests.simulator.operators.test_operator_kinds import ROOT, modules, strings
+
+RECORDS = "simulator/schedules/named_schedules.py"
+BEYOND = ("benchmarks/", "examples/", RECORDS)
+
+
+def asks(tree: ast.AST, names: Mapping[str, Any]) -> Iterator[int]:
+    """Lines that compare something with the name of a schedule, or have a table by such names."""
+    for node in ast.walk(tree):
+        told: list[ast.AST | None] = []
+        if isinstance(node, ast.Compare):
+            told = [node.left, *node.comparators]
+        elif isinstance(node, ast.Dict):
+            told = list(node.keys)
+        elif isinstance(node, ast.Subscript):
+            told = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            told = node.args if node.func.attr in {"startswith", "endswith", "get"} else []
+        elif isinstance(node, ast.match_case):
+            told = [node.pattern]
+        if any(SCHEDULES.keys() & strings(each, names) for each in told if each is not None):
+            yield node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'plan.schedule == "chimera"',
+        '"1f1b" != setup.schedule',
+        'name in ("gpipe", "terapipe")',
+        "name in TABLE",
+        "plan.schedule == ONE",
+        'WORDS = {"gpipe": "a GPipe"}',
+        'SCHEDULES["zb-h1"]',
+        'words.get("interleaved")',
+        'name.startswith("pipedream")',
+        'match name:\n    case "chimera":\n        pass',
+    ],
+)
+def test_a_question_is_found_in_every_way_to_ask_it(line: str) -> None:
+    assert list(asks(ast.parse(line), {"TABLE": ("gpipe", "mine"), "ONE": "chimera"}))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'replace(plan, schedule="gpipe")',
+        "record_of(plan.schedule).words",
+        'schedule: str = "1f1b"',
+        "plan.schedule in searched_schedules()",
+        'kind == "linear"',
+    ],
+)
+def test_to_choose_a_schedule_is_no_question(line: str) -> None:
+    assert not list(asks(ast.parse(line), {}))
+
+
+def test_no_module_beyond_the_records_asks_for_a_name() -> None:
+    """A schedule was known by name in 22 comparisons in 10 modules, and in 7 tables."""
+    found = []
+    for file, module in modules():
+        if not file.startswith(BEYOND) and "__main__" not in module:
+            known = vars(importlib.import_module(module))
+            names = {name: value for name, value in known.items() if value is not SCHEDULES}
+            source = (ROOT / file).read_text("utf-8")
+            found += [f"{file}:{line}" for line in asks(ast.parse(source), names)]
+    assert found == []
+
+
+def bubble(schedule: Schedule, times: PassTimes) -> Fraction:
+    """As it is played; of what never flushes, once it has settled."""
+    played = StageTimes(*times)
+    if schedule.update_every is None:
+        return play_schedule(schedule, played).bubble
+    return steady_state(schedule, played).bubble
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("times", [(6, 6, 3, 3), (6, 12, 6, 6), (6, 12, 8, 4), (6, 15, 8, 7)])
+def test_the_bubble_of_a_record_is_that_of_its_actions(
+    name: str, times: tuple[int, int, int, int]
+) -> None:
+    record, known = SCHEDULES[name], 0
+    for ranks, parts, rounds, slices in itertools.product((2, 4), (4, 32), (1, 2), (1, 3)):
+        sizes = Sizes(ranks * rounds, parts, ranks, slices)
+        made, told = record.made(sizes), record.bubble(sizes, PassTimes(*times))
+        settles = parts == 32 or (made is not None and made.update_every is None)
+        if made and settles and made.num_slices == slices and told is not None:
+            assert bubble(made, PassTimes(*times)) == told, sizes
+            known += 1
+    assert known or times not in {(6, 6, 3, 3), (6, 12, 6, 6)}
+
+
+def test_a_mirrored_schedule_is_known_by_where_its_stages_are() -> None:
+    own = Schedule.parse("rank 0: 0F0 1F1 1B1 0B0\nrank 1: 0F1 1F0 1B0 0B1")
+    assert own.is_mirrored
+    assert own.homes == (0, 1)
+    for name in ("gpipe", "1f1b", "pipedream"):
+        assert not schedule_by_name(name, 4, 4).is_mirrored
+    assert schedule_by_name("interleaved", 4, 4, num_ranks=2).homes == (0, 1, 0, 1)
+    thrice = "rank 0: 0F0 0B0\nrank 1: 0F1 0B1\nrank 2: 0F2 0B2 1F0 1B0 1F1 1B1 1F2 1B2"
+    assert not Schedule.parse(thrice).is_mirrored
+
+
+def test_which_schedule_has_several_stages_a_rank_is_said_by_the_records() -> None:
+    assert with_rounds("1f1b", 3) == with_rounds("interleaved", 3) == "interleaved"
+    assert with_rounds("zb-h1", 2) == ""
+    assert "interleaved" not in plain_schedules()
+    with pytest.raises(ValueError, match="no schedule '1f1'"):
+        with_rounds("1f1", 2)
