@@ -309,7 +309,7 @@ def _run(setup: TrainingSetup, parts: int) -> Run:
     if run is None:
         raise ValueError(
             f"schedule {setup.placed_schedule!r} cannot run {parts} microbatches through {stages} "
-            f"stages on {ranks} pipeline ranks"
+            f"stages on {ranks} pipeline ranks: choose another microbatch or number of ranks"
         )
     return run
 

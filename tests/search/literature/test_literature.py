@@ -171,7 +171,7 @@ def test_what_is_dropped_says_why() -> None:
     found = screen(s, setups, max_simulated=1)
     reasons = [dropped.reason for dropped in found.dropped]
     assert reasons[0].startswith("3 tensor × 1 pipeline ways are 3 devices")
-    assert reasons[1].startswith("1 microbatches are no multiple of 4 pipeline ranks")
+    assert reasons[1].startswith("schedule 'interleaved' cannot run 1 microbatches through 8")
     assert len(found.simulated) == 1
     assert "takes at least" in reasons[2] or "estimated at" in reasons[2]
 
