@@ -33,7 +33,7 @@ from stratagem.executor.program.instructions import (
 )
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
-from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots
+from stratagem.simulator.operators.kinds.operator_kinds import saved_slots
 from stratagem.simulator.operators.operator import Edge, factors
 from stratagem.simulator.schedules.actions import Action, ActionKind
 

@@ -38,7 +38,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
-from stratagem.simulator.operators.kinds.saved_for_backward import (
+from stratagem.simulator.operators.kinds.operator_kinds import (
     saved_inside,
     saved_slots,
     saves_output,

@@ -97,7 +97,7 @@ class _Draw:
     def input(self, index: int) -> Tensor:
         operator, read = self.operator, self.operator.inputs[index]
         shape = _source_shape(read, operator.sizes)
-        values = kind_of(operator).values.get(index)
+        values = kind_of(operator).held(operator).get(index)
         if values is InputValues.ROWS:
             return self._below(_elements(operator, operator.weights[0].layout[:1]), shape)
         if values is InputValues.CLASSES:
@@ -105,6 +105,8 @@ class _Draw:
         if values is InputValues.COUNT:
             count = 1 + _elements(operator, operator.inputs[1].layout)
             return torch.full(shape, count, device=self.device)
+        if values is InputValues.FEW:
+            return self._below(2, shape)
         if values is InputValues.TRUTHS or ("in", index) in _truths(operator):
             return self._below(2, shape).bool()
         return self._normal(shape, any(out.differentiable for out in operator.outputs))

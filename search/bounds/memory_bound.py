@@ -19,7 +19,7 @@ from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
-from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots, saves_output
+from stratagem.simulator.operators.kinds.operator_kinds import saved_slots, saves_output
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import use_of

@@ -17,6 +17,8 @@ def marked(value: Any) -> Any:
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {_NUMBER: str(value)}
+    if isinstance(value, dict):
+        return {key: marked(each) for key, each in value.items()}
     return [marked(each) for each in value] if isinstance(value, list) else value
 
 
@@ -24,4 +26,6 @@ def unmarked(value: Any) -> Any:
     """The value that `marked` was given."""
     if isinstance(value, dict) and set(value) == {_NUMBER}:
         return float(value[_NUMBER])
+    if isinstance(value, dict):
+        return {key: unmarked(each) for key, each in value.items()}
     return [unmarked(each) for each in value] if isinstance(value, list) else value

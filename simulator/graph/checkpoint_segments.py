@@ -20,8 +20,8 @@ from collections.abc import Collection
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
-from stratagem.simulator.operators.kinds.operator_kinds import role_of
-from stratagem.simulator.operators.kinds.saved_for_backward import (
+from stratagem.simulator.operators.kinds.operator_kinds import (
+    role_of,
     saved_inside,
     saved_slots,
     saves_output,

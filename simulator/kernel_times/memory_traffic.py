@@ -78,7 +78,11 @@ def _operands(operator: Operator) -> list[Layout]:
     if kind.product is None:
         return []
     weights = operator.weights[: kind.product.count(operator)]
-    read = [each.layout for i, each in enumerate(operator.inputs) if kind.multiplies_input(i)]
+    read = [
+        each.layout
+        for slot, each in enumerate(operator.inputs)
+        if kind.multiplies_input(operator, slot)
+    ]
     return read + [each.layout for each in weights]
 
 

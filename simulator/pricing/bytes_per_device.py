@@ -16,8 +16,7 @@ from stratagem.simulator.graph.placement import Placements, local_elements, weig
 from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
-from stratagem.simulator.operators.kinds.operator_kinds import role_of
-from stratagem.simulator.operators.kinds.saved_for_backward import saved_inside
+from stratagem.simulator.operators.kinds.operator_kinds import role_of, saved_inside
 from stratagem.simulator.operators.operator import Operator, factor_sizes, shape_of
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import ParameterUse, home_placements

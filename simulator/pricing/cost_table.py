@@ -36,7 +36,7 @@ from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots
+from stratagem.simulator.operators.kinds.operator_kinds import saved_slots
 from stratagem.simulator.operators.operator import (
     Edge,
     Layout,

@@ -27,8 +27,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel, Direction
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
-from stratagem.simulator.operators.kinds.operator_kinds import kind_of
-from stratagem.simulator.operators.kinds.saved_for_backward import saved_slots, saves_output
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.pricing.cost_rows import OperatorRow, timed_rows, to_ns

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from stratagem.simulator.graph.building.base_builder import is_float
 from stratagem.simulator.graph.building.contraction_builder import label, window_sizes
-from stratagem.simulator.graph.building.expert_builder import ExpertBuilder
 from stratagem.simulator.graph.building.factor_unification import fresh
+from stratagem.simulator.graph.building.generic_builder import GenericBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
     DraftTensor,
     Loop,
@@ -20,7 +20,7 @@ from stratagem.simulator.operators.step_programs import Steps
 ATTRIBUTE, PARAMETER, REDUCTION = DimKind.ATTRIBUTE, DimKind.PARAMETER, DimKind.REDUCTION
 
 
-class GraphBuilder(ExpertBuilder):
+class GraphBuilder(GenericBuilder):
     """Makes an `OperatorGraph` from shapes.
 
     Example:

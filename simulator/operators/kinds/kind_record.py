@@ -63,6 +63,7 @@ class InputValues(enum.Enum):
     CLASSES = "numbers along the last dim of the first input"
     COUNT = "how many elements of the second input count"
     TRUTHS = "true or false"
+    FEW = "whole numbers that index any dim: 0 or 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,7 @@ class OperatorKind:
         like_input: whether its result has the dims of its first input.
         slides: whether windows slide over the last two dims of its first input.
         values: per input what it holds, where that is not numbers of any size.
+        values_of: likewise of an operator, where its kind alone does not say so.
         buffers: weights that passes write, and that are not trained.
         as_source: how a source computes the same; None where it cannot.
 
@@ -187,12 +189,17 @@ class OperatorKind:
     like_input: bool = False
     slides: bool = False
     values: Mapping[int, InputValues] = field(default_factory=dict)
+    values_of: Callable[[Operator], Mapping[int, InputValues]] | None = None
     buffers: tuple[int, ...] = ()
     as_source: Callable[[ProgramDraft, Remade], Reference] | None = None
 
-    def multiplies_input(self, slot: int) -> bool:
-        """Whether an input is an operand of its products."""
-        return self.product is not None and slot not in self.values
+    def held(self, operator: Operator) -> Mapping[int, InputValues]:
+        """Per input of an operator what it holds, where that is not numbers of any size."""
+        return self.values if self.values_of is None else self.values_of(operator)
+
+    def multiplies_input(self, operator: Operator, slot: int) -> bool:
+        """Whether an input of an operator is an operand of its products."""
+        return self.product is not None and slot not in self.held(operator)
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -56,6 +56,10 @@ cat            x0, x1, …                    none                      `dim`
 narrow         x                            none                      `dim`, `start`, `length`
 cross_entropy  logits (..., class), target  none                      scalar: sum of token losses
                (...), count ()                                        / count; `ignore_index`
+generic        any                          any                       any: calls of torch without a
+                                                                      rule (see `generics`);
+                                                                      generic_product where these
+                                                                      are matrix products
 =============  ===========================  ========================  =========================
 
 `cross_entropy` divides by `count`, the number of counted targets of the *whole batch* (a source),
@@ -75,6 +79,7 @@ from stratagem.simulator.operators.kinds import (
     attentions,
     chains,
     experts,
+    generics,
     moves,
     norms,
     products,
@@ -85,6 +90,7 @@ from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
     OperatorRole,
 )
+from stratagem.simulator.operators.operator import Operator
 
 KINDS: dict[str, OperatorKind] = {
     kind.name: kind
@@ -112,6 +118,8 @@ KINDS: dict[str, OperatorKind] = {
         moves.CAT,
         moves.NARROW,
         vocabularies.CROSS_ENTROPY,
+        generics.GENERIC,
+        generics.GENERIC_PRODUCT,
     )
 }
 
@@ -195,3 +203,31 @@ def product_of(operator: OfKind) -> MatrixProduct:
             "it by the bytes that it moves"
         )
     return product
+
+
+def saved_slots(operator: Operator, *, fused: bool = False) -> frozenset[int]:
+    """Which inputs the backward pass of an operator needs.
+
+    Example: the gradient of a residual addition needs neither of them, that of a product of two
+    tensors needs both.
+
+    Args:
+        operator: of any kind.
+        fused: whether chains are one kernel a pass (`Training.fused_elementwise`): its backward
+            makes what lies inside again, from all the inputs which that is made of.
+    """
+    return kind_of(operator).saved.slots(operator, fused=fused)
+
+
+def saves_output(operator: Operator) -> bool:
+    """Whether the backward pass needs the operator's output: that of a softmax, or of a ReLU."""
+    return kind_of(operator).saved.output(operator)
+
+
+def saved_inside(operator: Operator, *, fused: bool = False) -> tuple[int, int]:
+    """How many tensors and how many masks of one byte inside a chain its backward needs.
+
+    All of them have the shape of the output, which is not counted. A `fused` chain keeps what it
+    has drawn, and nothing that it can make again.
+    """
+    return kind_of(operator).saved.inside(operator, fused=fused)

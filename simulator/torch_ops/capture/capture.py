@@ -25,6 +25,7 @@ def capture(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     targets: torch.Tensor | None = None,
     rules: Rules | None = None,
+    fallback: bool = True,
 ) -> OperatorGraph:
     """The operator graph of one training step of `model` on inputs like `args` and `kwargs`.
 
@@ -47,9 +48,12 @@ def capture(
     module before its arguments. There are rules for the mixtures of experts of transformers
     (`limit_capacity` says how many slots their experts have).
 
+    An operator that no kind covers becomes one of its own, which torch runs on shards: which of
+    its dims may be split is tried on small tensors. Without `fallback` it is an error.
+
     Raises:
-        ValueError: the model uses an operator that no kind covers, or returns no scalar. Names the
-            aten operator, the module and the shapes.
+        ValueError: the model cannot be followed, such as where it depends on values of tensors, or
+            returns no scalar. Names the aten operator, the module, the line and the shapes.
     """
     given = _by_name(model, args, kwargs or {})
     root: nn.Module = model
@@ -72,6 +76,7 @@ def capture(
         name=name or type(model).__name__,
         prefix=prefix,
         batch=_batch(exported),
+        fallback=fallback,
     ).graph()
 
 

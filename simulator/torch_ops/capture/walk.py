@@ -33,6 +33,7 @@ from stratagem.simulator.torch_ops.aten.expressions import Expression, Sources, 
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.aten.patterns import RmsNorm, find_rms_norms
 from stratagem.simulator.torch_ops.aten.sources import SOURCES, expression_of
+from stratagem.simulator.torch_ops.capture.fallback import generic
 from stratagem.simulator.torch_ops.capture.in_place import (
     CHECKS,
     Names,
@@ -48,9 +49,12 @@ from stratagem.simulator.torch_ops.capture.nodes import (
     shape_and_dtype,
     source_line,
 )
+from stratagem.simulator.torch_ops.generic.programs import Program, UnspeakableError
 
 _NO_GRADIENT = "wrap_with_set_grad_enabled"
 _WRAPPERS = (_NO_GRADIENT, "wrap_with_autocast")
+
+_LEAVE_STRICTNESS = "; fallback=True takes it as an operator of its own"
 
 
 class Walker:
@@ -64,11 +68,13 @@ class Walker:
         name: str,
         prefix: str,
         batch: int | None,
+        fallback: bool,
     ) -> None:
         self._exported = exported
         self._model = model
         self._prefix = prefix
         self._batch = batch
+        self._fallback = fallback
         self._builder = GraphBuilder(name)
         self._sources = Sources(self._builder)
         self._parameters: dict[str, DraftTensor] = {}
@@ -158,7 +164,9 @@ class Walker:
             return None
         given = by_schema(node, args, {k: look_up(v, values) for k, v in node.kwargs.items()})
         with self._builder.scope(self._path(node)):
-            result = self._convert(node, name.removesuffix("_") if targets else name, given)
+            result = self._convert(
+                node, name.removesuffix("_") if targets else name, given, values, targets
+            )
         if targets:
             changed = self._changed_by(node, names)
             self._changed.update(changed)
@@ -198,17 +206,66 @@ class Walker:
             return value
         return self._builder.elementwise([value], [["alias", [["in", 0]]]], detached=True)
 
-    def _convert(self, node: Node, name: str, given: Given) -> Any:
+    def _convert(
+        self,
+        node: Node,
+        name: str,
+        given: Given,
+        values: dict[Node, Any],
+        targets: Sequence[Node],
+    ) -> Any:
+        """What stands for a node: by its handler, or as an operator that holds the node itself.
+
+        Whatever goes wrong is said with the node's line.
+        """
         try:
             made = self._made(node, name, given)
             check_arguments(name, given)
             check_made(node, made)
-        except ValueError as error:
-            raise ValueError(f"{self._describe(node)}: {error}") from error
-        return made
+            return made
+        except Exception as error:
+            problem = error
+        if self._fallback:
+            try:
+                return self._generic(node, name, values, targets)
+            except UnspeakableError as error:
+                why = f"; nor can it be an operator of its own: {error}"
+            except Exception as error:
+                problem, why = error, ""
+        else:
+            why = _LEAVE_STRICTNESS
+        said = problem if isinstance(problem, ValueError) else _unexpected(problem)
+        raise ValueError(f"{self._describe(node)}: {said}{why}") from problem
+
+    def _generic(
+        self, node: Node, name: str, values: dict[Node, Any], targets: Sequence[Node]
+    ) -> Any:
+        return generic(
+            self._builder,
+            node,
+            values,
+            self._handle,
+            written=targets,
+            what=name,
+            name="" if self._is_leaf(node) else name.rpartition("::")[2],
+        )
+
+    def _handle(self, value: Any) -> DraftTensor:
+        """A value as a tensor that an operator reads."""
+        if isinstance(value, DraftTensor):
+            return value
+        if isinstance(value, Expression):
+            return (
+                self._buffer(value)
+                if value.is_float_buffer
+                else self._sources.read(value, broadcast=False)
+            )
+        raise ValueError(f"it reads {value!r}, which is no tensor")
 
     def _made(self, node: Node, name: str, given: Given) -> Any:
         """A source where an operator reads sources only, else what its handler makes."""
+        if any(isinstance(each, Program) for each in flat(given.everything())):
+            raise ValueError(f"aten.{name} of what no operator can hand on is not supported")
         tensors = [x for x in flat(given.everything()) if isinstance(x, (DraftTensor, Expression))]
         is_source = all(map(_is_source, tensors))
         shape, dtype = shape_and_dtype(node)
@@ -324,6 +381,13 @@ def _unsupported(name: str) -> str:
         "its own is one call of "
         "register_operator in new_operators.py there, as docs/extending/operator.md shows"
     )
+
+
+def _unexpected(error: Exception) -> str:
+    """What went wrong where nothing was expected to."""
+    first = str(error).strip().partition("\n")[0]
+    name = type(error).__name__
+    return f"it could not be followed ({name}: {first}); write it with other operators"
 
 
 def _are_tensors(norm: RmsNorm, values: dict[Node, Any]) -> bool:

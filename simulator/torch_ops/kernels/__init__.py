@@ -2,5 +2,5 @@
 
 In:      local shards.
 Out:     their results, on any device.
-Imports: operators.kinds, operators, plan.
+Imports: torch_ops.generic, operators.kinds, operators, plan.
 """

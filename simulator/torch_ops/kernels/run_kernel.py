@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stratagem.simulator.operators.kinds.generics import averaged_share
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout, Operator, factors, shape_of
+from stratagem.simulator.torch_ops.generic.calls import merged, prepared
 from stratagem.simulator.torch_ops.kernels.attention import attention, prefix, rotary
 from stratagem.simulator.torch_ops.kernels.experts import (
     expert_linear,
@@ -117,7 +119,7 @@ def rounded_operands(
     multiplied = 0 if kind.product is None else kind.product.count(operator)
     return (
         [
-            rounded(each, products) if kind.multiplies_input(slot) else each
+            rounded(each, products) if kind.multiplies_input(operator, slot) else each
             for slot, each in enumerate(inputs)
         ],
         [
@@ -224,6 +226,28 @@ def _narrow(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensor
     return inputs[0].narrow(given["dim"], given["start"], given["length"])
 
 
+def _generic(operator: Operator, shards: Shards) -> Run:
+    """The calls of a generic operator on local shards."""
+    given, sizes = operator.attributes, shards.sizes
+    seen = [
+        merged(shape_of(read.layout, sizes), counts)
+        for read, counts in zip(operator.inputs, given["merged"], strict=True)
+    ]
+    local = shape_of(operator.outputs[0].layout, sizes)
+    shape, share = merged(local, given["split"]), averaged_share(operator, sizes)
+    run_all = prepared(given["calls"])
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        shaped = [each.reshape(shape) for each, shape in zip(inputs, seen, strict=True)]
+        device = (*inputs, *weights)[0].device
+        made: Tensor = run_all(shaped, weights, shape, device)
+        if share != 1.0:
+            made = made * share
+        return made.reshape(local)
+
+    return run
+
+
 KERNELS: dict[str, Kernel] = {
     "linear": PreparedKernel(_linear),
     "linear_sum": _linear_sum,
@@ -247,5 +271,6 @@ KERNELS: dict[str, Kernel] = {
     "cat": _cat,
     "narrow": _narrow,
     "cross_entropy": cross_entropy,
+    **dict.fromkeys(("generic", "generic_product"), PreparedKernel(_generic)),
 }
 """The kernel of each kind."""

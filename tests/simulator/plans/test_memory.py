@@ -28,7 +28,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.kinds.saved_for_backward import (
+from stratagem.simulator.operators.kinds.operator_kinds import (
     saved_inside,
     saved_slots,
     saves_output,

@@ -18,8 +18,8 @@ from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
-from stratagem.simulator.operators.kinds.operator_kinds import role_of
-from stratagem.simulator.operators.kinds.saved_for_backward import (
+from stratagem.simulator.operators.kinds.operator_kinds import (
+    role_of,
     saved_inside,
     saved_slots,
     saves_output,

@@ -15,7 +15,7 @@ from stratagem.executor.state.parameter_parts import model_state
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import Case, Chooser, make_plan, sharding, whole
+from tests.support.plans import Case, Chooser, drawing, make_plan, sharding, whole
 
 EXACT = 1e-10
 STEPS = 3
@@ -71,9 +71,9 @@ class Named(nn.Module):
         return made
 
 
-def case_of(loss: Loss, **modules: nn.Module) -> Case:
+def case_of(loss: Loss, *, fallback: bool = True, **modules: nn.Module) -> Case:
     model, batch = Named(model_of(loss, **modules)), batch_of()
-    return Case(model, batch, capture(model, (), batch))
+    return Case(model, batch, capture(model, (), batch, fallback=fallback))
 
 
 def assert_trains_as_torch(
@@ -460,5 +460,19 @@ def test_an_argument_that_no_kind_has_is_refused(name: str) -> None:
     """The gradients of an embedding scaled by frequency were those of one that is not."""
     loss, modules, message = IGNORED[name]
     with pytest.raises(ValueError, match=message) as caught:
-        case_of(loss, **modules())
+        case_of(loss, fallback=False, **modules())
     assert "test_capture_truth.py:" in str(caught.value) or "layer" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(IGNORED) - {"sparse"}))
+def test_an_argument_that_no_kind_has_is_left_to_torch(name: str) -> None:
+    """The same calls as operators of their own: split or whole, they train as torch does."""
+    loss, modules, _ = IGNORED[name]
+    case = case_of(loss, **modules())
+    assert_trains_as_torch(case, ways=2, choose=drawing(1))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    loss, modules, _ = IGNORED["sparse"]
+    with pytest.raises(ValueError, match="its gradient is sparse"):
+        case_of(loss, **modules())

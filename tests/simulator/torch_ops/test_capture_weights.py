@@ -146,7 +146,7 @@ def test_weights_that_are_parts_or_computed_train_as_in_torch(name: str) -> None
 def test_computed_weights_of_other_kinds_are_refused(loss: Loss, message: str) -> None:
     """They were called unknown parameters, after capture."""
     with pytest.raises(ValueError, match=rf"test_capture_truth\.py:\d+ .*{message}"):
-        case_of(loss)
+        case_of(loss, fallback=False)
 
 
 def test_a_model_without_blocks_is_cut_by_time() -> None:

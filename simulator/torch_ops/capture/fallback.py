@@ -1,0 +1,163 @@
+"""What no handler knows becomes an operator that holds the exported calls.
+
+It is one node, with those before it whose results no operator can hand on, as complex numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stratagem.simulator.base.precision import DTYPE_BYTES
+from stratagem.simulator.graph.building.factor_unification import leaves_of
+from stratagem.simulator.graph.building.generic_builder import FreeLoop, GenericResult, is_stored
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor, OperatorDraft
+from stratagem.simulator.operators.kinds.generics import Work
+from stratagem.simulator.torch_ops.aten.sources import dtype_name
+from stratagem.simulator.torch_ops.generic.programs import Program, program_of, renamed
+from stratagem.simulator.torch_ops.generic.ties import Tie, factors_of_result, find_ties
+from stratagem.simulator.torch_ops.generic.trials import Mode, OperandShape
+from stratagem.simulator.torch_ops.generic.work import count_work
+
+Handle = Callable[[Any], DraftTensor]
+"""What makes a tensor of an operand."""
+
+
+def generic(
+    builder: GraphBuilder,
+    node: Node,
+    values: Mapping[Node, Any],
+    handle: Handle,
+    *,
+    written: Sequence[Node],
+    what: str,
+    name: str,
+) -> Any:
+    """What stands for a node: a tensor, one for each of its results, or a program.
+
+    Args:
+        builder: of the graph.
+        node: a call that no handler takes.
+        values: of the nodes before it.
+        handle: makes a tensor of an operand.
+        written: what the node writes to.
+        what: torch calls it.
+        name: of the operator.
+
+    Raises:
+        ValueError: it cannot be written down as calls, or has a shape that depends on values.
+    """
+    shown = node.meta.get("val")
+    if isinstance(shown, (list, tuple)):
+        several = program_of(node, values, written, ())
+        return [
+            _result(builder, several.result(i), each, handle, what, name and f"{name}_{i}")
+            for i, each in enumerate(shown)
+        ]
+    shape = tuple(shown.shape) if isinstance(shown, torch.Tensor) else ()
+    program = program_of(node, values, written, shape)
+    return _result(builder, program, shown, handle, what, name)
+
+
+def _result(
+    builder: GraphBuilder, program: Program, shown: Any, handle: Handle, what: str, name: str
+) -> DraftTensor | Program | None:
+    if not isinstance(shown, torch.Tensor):
+        return None
+    if any(isinstance(size, torch.SymInt) for size in shown.shape):
+        raise ValueError(
+            f"its result has shape {tuple(map(str, shown.shape))}, which depends on the values of "
+            "a tensor; a plan needs shapes that are the same in every step: mask instead of "
+            "selecting, as torch.where does"
+        )
+    if dtype_name(shown.dtype) not in DTYPE_BYTES:
+        return program
+    operands = [handle(each) for each in program.operands]
+    return operator_of(builder, program, operands, shown, what, name)
+
+
+def operator_of(
+    builder: GraphBuilder,
+    program: Program,
+    operands: Sequence[DraftTensor],
+    shown: torch.Tensor,
+    what: str,
+    name: str,
+) -> DraftTensor:
+    """The operator that runs a program.
+
+    Args:
+        builder: of the graph.
+        program: what it calls.
+        operands: what the program reads, as tensors.
+        shown: has the shape and dtype of its result.
+        what: torch calls it.
+        name: of it.
+    """
+    seen = [builder.operand(each) for each in operands]
+    order = sorted(range(len(seen)), key=lambda i: is_stored(seen[i]))
+    inputs = sum(not is_stored(each) for each in seen)
+    number = {old: new for new, old in enumerate(order)}
+    flat = renamed(program.calls, lambda r: ["in", number[r[1]]] if r[0] == "in" else r)
+    tensors = [seen[i] for i in order]
+    shapes = [
+        OperandShape(
+            tuple(tuple(leaf.size for leaf in leaves_of(dim)) for dim in each.dims),
+            each.dtype,
+            not (isinstance(each.node, OperatorDraft) and each.node.is_source),
+        )
+        for each in tensors
+    ]
+    shape, dtype = tuple(shown.shape), dtype_name(shown.dtype)
+    ties = find_ties(flat, shapes, shape)
+    counts = count_work(flat, shapes, shape)
+    loops = {tie: _loop(tie) for tie in ties}
+    dims = tuple(
+        tuple((size, loops[tie] if tie is not None else None) for size, tie in leaves)
+        for leaves in factors_of_result(ties, shape)
+    )
+    calls = renamed(
+        flat, lambda r: ["weight", r[1] - inputs] if r[0] == "in" and r[1] >= inputs else r
+    )
+    return builder.generic(
+        tensors,
+        [each.dims for each in shapes],
+        calls,
+        list(loops.values()),
+        GenericResult(dims, dtype, counts.differentiable),
+        _each(counts.work, ties, inputs),
+        inputs=inputs,
+        what=what,
+        name=name,
+    )
+
+
+def _loop(tie: Tie) -> FreeLoop:
+    return FreeLoop(
+        tie.size,
+        tuple((place.operand, place.dim, place.leaf) for place in tie.places),
+        tie.target is not None,
+        tie.mode is Mode.MEAN,
+    )
+
+
+def _each(work: Work, ties: Sequence[Tie], inputs: int) -> Work:
+    """The work of one index of the free loops."""
+    count = 1
+    for tie in ties:
+        count *= tie.size
+    return Work(
+        flops=work.flops / count,
+        moved=work.moved / count,
+        kernels=work.kernels,
+        backward_moved=work.backward_moved / count,
+        backward_kernels=work.backward_kernels,
+        product=work.product,
+        saved=tuple(slot for slot in work.saved if slot < inputs),
+        saves_output=work.saves_output,
+        inside=work.inside / count,
+    )

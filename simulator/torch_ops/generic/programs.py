@@ -1,0 +1,169 @@
+"""Programs of exported calls: from nodes of a graph to plain JSON (`torch_ops.generic.calls`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stratagem.simulator.torch_ops.generic.calls import GETITEM, Call
+
+_TOLD_SHAPE = ("size", "shape")
+"""Arguments that say the shape of the result, which is another on shards."""
+
+_RATES = ("p", "dropout", "dropout_p")
+"""Arguments that say how much is dropped."""
+
+_CLONE = "aten::clone.default"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Calls, and the values that ``["in", i]`` stands for in them."""
+
+    calls: tuple[Call, ...]
+    operands: tuple[Any, ...]
+
+    def result(self, index: int) -> Program:
+        """The program of one of several results."""
+        last = ["step", len(self.calls) - 1]
+        return Program((*self.calls, [GETITEM, [last, index], {}]), self.operands)
+
+
+class UnspeakableError(ValueError):
+    """A node that no program can call."""
+
+
+def program_of(
+    node: Node, values: Mapping[Node, Any], written: Sequence[Node], shape: Sequence[int]
+) -> Program:
+    """The program of one node, behind the programs among its arguments.
+
+    Args:
+        node: a call of an operator.
+        values: of the nodes before it: tensors, or programs that no operator was made of.
+        written: arguments that it writes to, of which it is given copies.
+        shape: of its result.
+
+    Raises:
+        UnspeakableError: it is no operator with a schema, draws random numbers, or has an argument
+            that no file can hold.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise UnspeakableError(f"{target} is no operator of tensors")
+    if torch.Tag.nondeterministic_seeded in target.tags and not _drops_nothing(node):
+        raise UnspeakableError(
+            "it draws random numbers, which must be those of a place in the whole batch: draw "
+            "them with dropout, or give them to forward as an input"
+        )
+    if _by_name(node).get("sparse"):
+        raise UnspeakableError("its gradient is sparse, which no plan adds up: leave sparse out")
+    writer = _Writer(values, set(written), list(shape))
+    schema = target._schema.arguments
+    named = dict(zip((each.name for each in schema), node.args, strict=False))
+    arguments = [writer.argument(each, key) for key, each in named.items()]
+    keywords = {key: writer.argument(each, key) for key, each in node.kwargs.items()}
+    overload = target._schema.overload_name or "default"
+    writer.calls.append([f"{target._schema.name}.{overload}", arguments, keywords])
+    return Program(tuple(writer.calls), tuple(writer.operands))
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether an operator that may drop elements is told to drop none."""
+    named = _by_name(node)
+    rates = [named[key] for key in _RATES if key in named]
+    return bool(rates) and (not any(rates) or named.get("train") is False)
+
+
+def _by_name(node: Node) -> dict[str, Any]:
+    """The arguments of a node by the names of its schema, defaults included."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    named = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return named | dict(zip((each.name for each in schema), node.args, strict=False)) | node.kwargs
+
+
+class _Writer:
+    def __init__(self, values: Mapping[Node, Any], written: set[Node], shape: list[int]) -> None:
+        self.calls: list[Call] = []
+        self.operands: list[Any] = []
+        self._values = values
+        self._written = written
+        self._shape = shape
+        self._inlined: dict[int, list[Any]] = {}
+
+    def argument(self, value: Any, key: str) -> Any:
+        is_shape = key in _TOLD_SHAPE and isinstance(value, (list, tuple))
+        if is_shape and len(value) == len(self._shape) > 0:
+            return {"shape": True}
+        return self._plain(value)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            reference = self._reference(self._values[value])
+            return self._copied(reference) if value in self._written else reference
+        if isinstance(value, (list, tuple)):
+            return [self._plain(each) for each in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, torch.device):
+            return {"device": True}
+        for what, kind in _NAMES.items():
+            if isinstance(value, kind):
+                return {what: str(value).removeprefix("torch.")}
+        raise UnspeakableError(f"its argument {value!r} cannot be written down")
+
+    def _copied(self, reference: Any) -> Any:
+        self.calls.append([_CLONE, [reference], {}])
+        return ["step", len(self.calls) - 1]
+
+    def _reference(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self._reference(each) for each in value]
+        if isinstance(value, Program):
+            return self._inline(value)
+        for position, each in enumerate(self.operands):
+            if each is value:
+                return ["in", position]
+        self.operands.append(value)
+        return ["in", len(self.operands) - 1]
+
+    def _inline(self, program: Program) -> Any:
+        if id(program) not in self._inlined:
+            moved = [self._reference(each) for each in program.operands]
+            first = len(self.calls)
+
+            def rename(reference: list[Any]) -> list[Any]:
+                kind, number = reference
+                return moved[number] if kind == "in" else [kind, number + first]
+
+            self.calls += renamed(program.calls, rename)
+            self._inlined[id(program)] = ["step", len(self.calls) - 1]
+        return self._inlined[id(program)]
+
+
+_NAMES: dict[str, Any] = {
+    "dtype": torch.dtype,
+    "memory_format": torch.memory_format,
+    "layout": torch.layout,
+}
+
+
+def renamed(calls: Sequence[Call], rename: Callable[[list[Any]], list[Any]]) -> list[Call]:
+    """The same calls with other references."""
+
+    def changed(argument: Any) -> Any:
+        if isinstance(argument, list):
+            is_one = len(argument) == 2 and argument[0] in ("in", "weight", "step")
+            return rename(argument) if is_one else [changed(each) for each in argument]
+        return argument
+
+    return [
+        [name, changed(arguments), {key: changed(each) for key, each in keywords.items()}]
+        for name, arguments, keywords in calls
+    ]

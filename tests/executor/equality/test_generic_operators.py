@@ -1,0 +1,155 @@
+"""Operators of torch without a rule of their own train as in one process of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.operators.kinds.generics import is_generic
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.generic.calls import function_of
+from tests.support.plans import (
+    Case,
+    assert_equal_to_torch,
+    drawing,
+    make_case,
+    make_plan,
+    sharding,
+)
+from tests.support.torch_operators import OPERATORS, case_of
+
+torch.set_num_threads(1)
+
+MIXES_SAMPLES = {
+    "var_of_samples": "the variance is that of all samples",
+    "index_pairs": "rows are taken by a list of numbers, which may be any",
+    "baddbmm": "what is added is a constant of no sample",
+    "embedding_bag": "bags are cut by numbers of the whole batch",
+    "embedding_scaled": "gradients are divided by how often the batch has a row",
+    "cross_entropy_smoothed": "the mean is over targets that are not ignored",
+    "cross_entropy_ignored": "the mean is over targets that are not ignored",
+    "cross_entropy_weighted": "the mean is over the weights of the targets",
+    "lstm": "its kernels are not tried",
+    "gru": "its kernels are not tried",
+}
+"""Operators whose batch stays whole, and why."""
+
+
+def generics(graph: OperatorGraph) -> list[Operator]:
+    return [operator for operator in graph.operators if is_generic(operator)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_trains_like_torch(name: str) -> None:
+    """On two ranks and on three, with every operator's dims split at random."""
+    case = case_of(OPERATORS[name])
+    for ways in (2, 3):
+        assert_equal_to_torch(case, make_plan(case, drawing(ways), (ways,)))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_samples_are_split_unless_the_operator_mixes_them(name: str) -> None:
+    case = case_of(OPERATORS[name])
+    if name in MIXES_SAMPLES:
+        assert case.graph.whole_batch
+        return
+    samples = sharding(DimKind.SAMPLE.value)
+    assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 18))
+@pytest.mark.parametrize("name", OPERATORS)
+def test_many_configs_train_like_torch(name: str, seed: int) -> None:
+    case = case_of(OPERATORS[name])
+    shape = ((2,), (3,), (2, 2), (2, 3))[seed % 4]
+    assert_equal_to_torch(case, make_plan(case, drawing(seed), shape))
+
+
+@pytest.mark.parametrize("name", ["topk", "complex", "group_norm", "cosine_embedding", "lstm"])
+def test_a_graph_with_calls_of_torch_is_read_as_it_was_written(name: str) -> None:
+    graph = case_of(OPERATORS[name]).graph
+    assert generics(graph)
+    assert OperatorGraph.from_json(graph.to_json()) == graph
+
+
+def free(case: Case) -> Iterable[str]:
+    (operator,) = generics(case.graph)
+    return [dim.name for dim in operator.dims if not dim.whole]
+
+
+def test_a_mean_over_targets_that_are_counted_is_not_split() -> None:
+    """None is ignored in most batches, and a mean over shards would then look right."""
+    assert "sample" not in free(case_of(OPERATORS["cross_entropy_ignored"]))
+    assert "sample" in free(case_of(OPERATORS["huber_loss"]))
+
+
+def test_a_loss_that_looks_at_signs_is_tried_with_signs() -> None:
+    """Targets drawn from a normal distribution are neither 1 nor -1: its loss is then always 0."""
+    assert free(case_of(OPERATORS["cosine_embedding"])) == ["sample"]
+
+
+def test_samples_that_are_merged_with_positions_stay_samples() -> None:
+    """A loss on (batch · sequence) rows splits over the batch."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            rows = self.head(x).flatten(0, 1)
+            losses = functional.cross_entropy(rows, y.flatten(), reduction="none")
+            return (losses * losses).mean()
+
+    case = make_case(Model(), x=torch.randn(4, 3, 6), y=torch.randint(5, (4, 3)))
+    assert "sample" in free(case)
+    samples = sharding(DimKind.SAMPLE.value)
+    assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
+
+
+def test_strict_capture_refuses_as_before() -> None:
+    called = OPERATORS["cumsum"]
+    case = case_of(called)
+    with pytest.raises(ValueError, match=r"aten\.cumsum is not supported.*fallback=True"):
+        capture(case.model, (), case.batch, fallback=False)
+
+
+def test_random_numbers_are_refused_with_the_remedy() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale * torch.rand_like(x)).mean()
+
+    with pytest.raises(ValueError, match=r"rand_like.*test_generic.*draws random numbers"):
+        capture(Noisy(), (torch.randn(4, 3),))
+
+
+def test_what_nobody_expected_is_said_with_the_line() -> None:
+    """An operator whose shapes cannot be computed on the meta device has a name and a line too."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale)[x[:, 0] > 0].mean()
+
+    with pytest.raises(ValueError, match=r"aten\.index.*test_generic_operators\.py:\d+.*shape"):
+        capture(Odd(), (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize("name", ["aten::from_file.default", "aten::nothing.default"])
+def test_a_graph_file_names_no_function_but_those_of_tensors(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no tensors of tensors|does not know"):
+        function_of(name)
