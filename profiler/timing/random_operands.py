@@ -107,6 +107,11 @@ class _Draw:
             return torch.full(shape, count, device=self.device)
         if values is InputValues.FEW:
             return self._below(2, shape)
+        if values in (InputValues.SHARES, InputValues.FED):
+            drawn = torch.rand(shape, device=self.device, generator=self.generator)
+            return drawn.to(self.dtype).requires_grad_(
+                values is InputValues.SHARES and operator.outputs[0].differentiable
+            )
         if values is InputValues.TRUTHS or ("in", index) in _truths(operator):
             return self._below(2, shape).bool()
         return self._normal(shape, any(out.differentiable for out in operator.outputs))

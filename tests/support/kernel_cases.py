@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch.nn import functional
 from stratagem.simulator.graph.building import operator_drafts
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output, Weight
+from stratagem.simulator.torch_ops.capture.fallback import operator_of as generic_operator
+from stratagem.simulator.torch_ops.generic.programs import Program
 
 torch.set_num_threads(1)
 
@@ -525,6 +528,36 @@ def narrow() -> Case:
     b, x, _ = builder()
     made = b.narrow(x(4, 7, 3), dim=1, start=2, length=4)
     return Case(operator_of(b, made), lambda x: x[:, 2:6])
+
+
+def called(
+    b: GraphBuilder, call: list[Any], operands: list[operator_drafts.DraftTensor], *shape: int
+) -> operator_drafts.DraftTensor:
+    """The generic operator of one call, which makes a tensor of `shape`."""
+    given = [
+        b.pointwise("alias", each)
+        if isinstance(each.node, operator_drafts.OperatorDraft)
+        else each
+        for each in operands
+    ]
+    shown = torch.empty(shape, dtype=torch.float64, device="meta")
+    return generic_operator(b, Program((call,), tuple(given)), given, shown, "call", "call")
+
+
+@case
+def generic() -> Case:
+    b, x, w = builder()
+    call = ["aten::group_norm.default", [["in", 0], 2, ["in", 1]], {}]
+    made = called(b, call, [x(4, 6, 3), w(6)], 4, 6, 3)
+    return Case(operator_of(b, made), lambda x, w: functional.group_norm(x, 2, w))
+
+
+@case
+def generic_product() -> Case:
+    b, x, _ = builder()
+    call = ["aten::einsum.default", ["bij,bkj->bik", [["in", 0], ["in", 1]]], {}]
+    made = called(b, call, [x(4, 3, 6), x(4, 5, 6)], 4, 3, 5)
+    return Case(operator_of(b, made), lambda x, y: torch.einsum("bij,bkj->bik", x, y))
 
 
 @case

@@ -113,6 +113,7 @@ class GenericBuilder(ExpertBuilder):
             averaged=[_position(loop, factors) for loop in averaged],
             count=math.prod(loop.size for loop in averaged),
             dtypes=[each.dtype for each in operands[:inputs]],
+            trained=[is_trained(each) for each in operands[:inputs]],
             work=work.to_attribute(),
         )
         made: list[Loop] = [
@@ -129,6 +130,12 @@ class GenericBuilder(ExpertBuilder):
 def is_stored(tensor: DraftTensor) -> bool:
     """Whether it is a parameter, as it is stored."""
     return isinstance(tensor.node, DraftParameter) and tensor.is_plain
+
+
+def is_trained(tensor: DraftTensor) -> bool:
+    """Whether its gradient may be asked for."""
+    made = tensor.node
+    return made.trainable if isinstance(made, DraftParameter) else not made.is_source
 
 
 def _kind(loop: FreeLoop, weights: range) -> DimKind:

@@ -12,6 +12,7 @@ and kept among the attributes:
 ``averaged``   [input, dim] of every dim that is split and over which torch takes a mean
 ``count``      the product of these dims over the whole batch
 ``dtypes``     of each input
+``trained``    of each input, whether its gradient may be asked for
 ``work``       see `Work`
 =============  ==============================================================================
 """
@@ -101,11 +102,14 @@ def _product(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
 
 
 def _values(operator: Operator) -> Mapping[int, InputValues]:
-    return {
-        slot: InputValues.TRUTHS if dtype == "bool" else InputValues.FEW
-        for slot, dtype in enumerate(operator.attributes["dtypes"])
-        if "float" not in dtype
-    }
+    given = zip(operator.attributes["dtypes"], operator.attributes["trained"], strict=True)
+    return {slot: _held(dtype, trained) for slot, (dtype, trained) in enumerate(given)}
+
+
+def _held(dtype: str, trained: bool) -> InputValues:
+    if "float" in dtype:
+        return InputValues.SHARES if trained else InputValues.FED
+    return InputValues.TRUTHS if dtype == "bool" else InputValues.FEW
 
 
 @dataclass(frozen=True)

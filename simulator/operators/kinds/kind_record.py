@@ -64,6 +64,8 @@ class InputValues(enum.Enum):
     COUNT = "how many elements of the second input count"
     TRUTHS = "true or false"
     FEW = "whole numbers that index any dim: 0 or 1"
+    SHARES = "numbers between 0 and 1, which every function takes"
+    FED = "such numbers, of which no gradient is asked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,8 @@ class OperatorKind:
 
     def multiplies_input(self, operator: Operator, slot: int) -> bool:
         """Whether an input of an operator is an operand of its products."""
-        return self.product is not None and slot not in self.held(operator)
+        values = self.held(operator).get(slot, InputValues.SHARES)
+        return self.product is not None and values in (InputValues.SHARES, InputValues.FED)
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -13,9 +13,14 @@ from torch.fx import Node
 
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.factor_unification import leaves_of
-from stratagem.simulator.graph.building.generic_builder import FreeLoop, GenericResult, is_stored
+from stratagem.simulator.graph.building.generic_builder import (
+    FreeLoop,
+    GenericResult,
+    is_stored,
+    is_trained,
+)
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import DraftTensor, OperatorDraft
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.operators.kinds.generics import Work
 from stratagem.simulator.torch_ops.aten.sources import dtype_name
 from stratagem.simulator.torch_ops.generic.programs import Program, program_of, renamed
@@ -108,7 +113,7 @@ def operator_of(
         OperandShape(
             tuple(tuple(leaf.size for leaf in leaves_of(dim)) for dim in each.dims),
             each.dtype,
-            not (isinstance(each.node, OperatorDraft) and each.node.is_source),
+            is_trained(each),
         )
         for each in tensors
     ]

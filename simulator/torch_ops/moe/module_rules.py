@@ -107,7 +107,8 @@ def _sparse_block(block: Any, hidden_states: Tensor) -> Tensor:
     """
     router, sizes = block.gate, block.experts
     _check(block)
-    gates = functional.softmax(router(hidden_states)[0], -1)
+    logits = router(hidden_states)[0].unflatten(0, hidden_states.shape[:-1])
+    gates = functional.softmax(logits, -1)
     slots = experts.capacity(
         hidden_states.shape[1], gates.shape[-1], router.top_k, getattr(block, _FACTOR, None)
     )
@@ -118,8 +119,11 @@ def _sparse_block(block: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _router(router: Any, hidden_states: Tensor) -> tuple[Tensor, None, None]:
-    """The logits, as the first of what the router returns; choices are made from them later."""
-    return functional.linear(hidden_states, router.weight), None, None
+    """The logits, as the first of what the router returns; choices are made from them later.
+
+    They are a row a token, as in the original: its auxiliary loss counts rows.
+    """
+    return functional.linear(hidden_states.flatten(0, -2), router.weight), None, None
 
 
 def _check(block: Any) -> None:

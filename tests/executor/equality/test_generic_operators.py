@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stratagem.profiler.timing.random_operands import random_operands, viewed
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.generics import is_generic
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.generic.calls import function_of
+from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
+from stratagem.simulator.torch_ops.kernels.shards import whole
 from tests.support.plans import (
     Case,
     assert_equal_to_torch,
@@ -112,6 +116,35 @@ def test_samples_that_are_merged_with_positions_stay_samples() -> None:
     assert "sample" in free(case)
     samples = sharding(DimKind.SAMPLE.value)
     assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATORS) - {"embedding_bag"}))
+def test_every_operator_can_be_timed(name: str) -> None:
+    """On numbers that losses of probabilities take too, and no gradients of what was fed."""
+    for operator in generics(case_of(OPERATORS[name]).graph):
+        drawn = random_operands(operator, Training(), torch.device("cpu"))
+        pairs = zip(drawn.inputs, operator.inputs, strict=True)
+        inputs = [viewed(tensor, read, operator.sizes) for tensor, read in pairs]
+        (made,) = run_kernel(operator, whole(operator), inputs, drawn.weights)
+        if operator.outputs[0].differentiable:
+            assert torch.autograd.grad(made.sum(), drawn.leaves, allow_unused=True)
+
+
+def test_class_weights_in_a_module_are_no_parameters() -> None:
+    """They are a buffer, and torch has no gradient of them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+            self.loss = nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            made: Tensor = self.loss(self.head(x), y)
+            return made
+
+    case = make_case(Model(), x=torch.randn(4, 6), y=torch.randint(5, (4,)))
+    assert_equal_to_torch(case, make_plan(case, drawing(3), (2,)))
 
 
 def test_strict_capture_refuses_as_before() -> None:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from stratagem.calibration.executor_measurements import executor_update, measure_links
 from stratagem.executor.backends.threads import run_local
@@ -58,6 +59,7 @@ from stratagem.simulator.operators.kinds.operator_kinds import KINDS as OPERATOR
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.capture.capture import capture
 
 QUICK = Effort(seconds=0.0, min_repeats=3, evict_bytes=0, max_drift=math.inf)
 CPU = torch.device("cpu")
@@ -125,7 +127,22 @@ def sliced():
     return token_slices(model, 2)[1].graph
 
 
-GRAPHS = (transformer(), convolutional(), experts(), sliced())
+def without_rules() -> OperatorGraph:
+    """A sorted product, as torch has it."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x * self.scale
+            return torch.einsum("bij,bkj->bik", h, h).sort().values.mean()
+
+    return capture(Sorted(), (torch.zeros(2, 4, 6),))
+
+
+GRAPHS = (transformer(), convolutional(), experts(), sliced(), without_rules())
 OPERATORS = [o for graph in GRAPHS for o in graph.operators if not o.is_source]
 LINEAR = GRAPHS[0].operator("linear")
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: f"{o.kind}-{o.name}")

@@ -17,6 +17,7 @@ from tests.support.plans import (
     Case,
     assert_equal_to_torch,
     chosen,
+    drawing,
     make_case,
     make_plan,
     random_plan,
@@ -131,7 +132,6 @@ def test_slots_for_all_tokens_are_announced() -> None:
     [
         ("norm_topk_prob is False", "Olmoe", {"norm_topk_prob": False}),
         ("router_jitter_noise is 0.1", "Mixtral", {"router_jitter_noise": 0.1}),
-        ("aten.topk is not supported", "Mixtral", {"output_router_logits": True}),
     ],
 )
 def test_what_a_plan_cannot_do_is_refused(
@@ -141,6 +141,15 @@ def test_what_a_plan_cannot_do_is_refused(
     with pytest.raises(ValueError, match=message):
         capture(model.train(), kwargs=batch)
     assert all("forward" not in vars(each) for each in model.modules())
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Olmoe"])
+def test_losses_of_routers_are_those_of_torch(family: str) -> None:
+    """They divide by the rows of a router's logits, which were samples instead of tokens."""
+    model, batch = hugging_face(family, output_router_logits=True)
+    case = make_case(model.train(), **batch)
+    assert case.graph.whole_batch
+    assert_equal_to_torch(case, make_plan(case, drawing(1), (2,)))
 
 
 def test_impossible_factors_are_refused() -> None:
