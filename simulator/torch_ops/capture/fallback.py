@@ -1,6 +1,7 @@
 """What no handler knows becomes an operator that holds the exported calls.
 
-It is one node, with those before it whose results no operator can hand on, as complex numbers.
+It is one node, with those before it whose results no operator can hand on: complex numbers, and
+tensors of no elements.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _result(
             "a tensor; a plan needs shapes that are the same in every step: mask instead of "
             "selecting, as torch.where does"
         )
-    if dtype_name(shown.dtype) not in DTYPE_BYTES:
+    if dtype_name(shown.dtype) not in DTYPE_BYTES or not shown.numel():
         return program
     operands = [handle(each) for each in program.operands]
     return operator_of(builder, program, operands, shown, what, name)

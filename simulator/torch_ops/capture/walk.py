@@ -155,6 +155,8 @@ class Walker:
         if node.target is operator.getitem:
             return args[0][args[1]]
         name = aten_name(node)
+        if name == "cat":
+            args[0] = _with_elements(node, args[0])
         if name in CHECKS:
             return None
         if name in _WRAPPERS:
@@ -392,6 +394,13 @@ def _unexpected(error: Exception) -> str:
 
 def _are_tensors(norm: RmsNorm, values: dict[Node, Any]) -> bool:
     return isinstance(values[norm.x], DraftTensor) and isinstance(values[norm.weight], DraftTensor)
+
+
+def _with_elements(node: Node, tensors: list[Any]) -> list[Any]:
+    """What `cat` puts together, without parts of nothing."""
+    listed: Any = node.args[0]
+    shown = [each.meta["val"].numel() for each in listed]
+    return [tensor for tensor, elements in zip(tensors, shown, strict=True) if elements]
 
 
 def _has_shape(node: Node) -> bool:

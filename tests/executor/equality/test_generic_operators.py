@@ -147,6 +147,23 @@ def test_class_weights_in_a_module_are_no_parameters() -> None:
     assert_equal_to_torch(case, make_plan(case, drawing(3), (2,)))
 
 
+def test_an_empty_rest_is_put_behind_what_was_rotated() -> None:
+    """Rotary embeddings of a part of the features leave a rest, which may be none of them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * self.scale
+            return torch.cat([h[..., :6].sin(), h[..., 6:]], -1).exp().mean()
+
+    case = make_case(Model(), x=torch.randn(4, 5, 6))
+    assert not generics(case.graph)
+    assert_equal_to_torch(case, make_plan(case, drawing(1), (3,)))
+
+
 def test_strict_capture_refuses_as_before() -> None:
     called = OPERATORS["cumsum"]
     case = case_of(called)
