@@ -35,7 +35,6 @@ from stratagem.simulator.base.files import encode
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.plan.plan import Plan
 
-MOST_RUNS = 40
 SCALE = 0.05
 """Relative errors beyond this count less than their square: outliers do not rule the fit."""
 
@@ -54,6 +53,10 @@ DATA_SHEET_GB_S = {
     "p3.16xlarge": 3.125,
 }
 """What all cards of a node send together."""
+
+
+NVLINK_GB_S = {"NVLink 2": 150.0, "NVLink 3": 300.0, "NVLink 4": 450.0}
+"""What a GPU sends to the others of its node by its data sheet."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,7 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
     kept = AS_KERNELS_SHOW.get(preset, ())
     used = [c for c in CONSTANTS if c.get(start) > 0 and c.name not in kept]
     planned = [_planned(run) for run in runs]
-    some = planned[:: max(1, math.ceil(len(runs) / MOST_RUNS))]
-    weights = np.sqrt([each.weight for each in some])
+    weights = np.sqrt([each.weight for each in planned])
 
     def at(values: Iterable[float]) -> Cluster:
         cluster = start
@@ -152,7 +154,7 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
         return cluster
 
     def errors(values: Floats) -> Floats:
-        found: Floats = weights * _errors([at(values)], some, used)[0]
+        found: Floats = weights * _errors([at(values)], planned, used)[0]
         return found
 
     def slopes(values: Floats) -> Floats:
@@ -160,11 +162,11 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
         above = values + steps > most
         steps[above] *= -1
         around = [at(values), *(at(each) for each in values + np.diag(steps))]
-        there, *moved = _errors(around, some, used)
+        there, *moved = _errors(around, planned, used)
         found: Floats = np.stack([each - there for each in moved], axis=1) / steps
         return weights[:, None] * found
 
-    most = np.array([_highest(c, preset) for c in used])
+    most = np.array([_highest(c, start) for c in used])
     first = np.minimum([c.get(start) for c in used], most)
     solution = least_squares(
         errors,
@@ -183,7 +185,6 @@ def fit(preset: str, runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
     line = {
         "preset": preset,
         "runs": len(runs),
-        "fitted_on": len(some),
         **{constant.name: constant.get(fitted) for constant in used},
         "mape_before": _mape(before),
         "mape_after": _mape(after),
@@ -241,10 +242,16 @@ def _errors(
     return found
 
 
-def _highest(constant: Constant, preset: str) -> float:
-    """No fit makes a network faster than its cards."""
-    is_network = constant.name == "inter_node.bandwidth_gb_s"
-    return DATA_SHEET_GB_S.get(preset, constant.high) if is_network else constant.high
+def _highest(constant: Constant, preset: Cluster) -> float:
+    """No fit makes a network faster than its cards, or a node's links faster than they are."""
+    if constant.name == "inter_node.bandwidth_gb_s":
+        return DATA_SHEET_GB_S.get(preset.name, constant.high)
+    if constant.name == "intra_node.bandwidth_gb_s":
+        link = preset.intra_node
+        fastest = max([link.bandwidth_gb_s, *(g.bandwidth_gb_s for g in link.by_group_size)])
+        allowed = NVLINK_GB_S.get(link.name, constant.high)
+        return min(constant.high, constant.get(preset) * allowed / fastest)
+    return constant.high
 
 
 def _mape(logarithms: Floats) -> float:
