@@ -90,7 +90,7 @@ def test_loss_and_gradients_equal_torch(
 
 def test_schedules_that_are_simulated_only_are_refused(mlp: Case) -> None:
     plan = make_plan(mlp, whole, (1,), (1,), num_microbatches=2)
-    orders = ("rank 0: 0F0 0B0", "rank 1: 0F1 0B1 1F0 1B0 1F1 1B1")
+    orders = ("rank 0: 0F0 0B0", "rank 1: 0F1 1F0 1B0 1F1 1B1 0B1")
     twice = replace(plan, schedule="custom", orders=orders)
     with pytest.raises(ValueError, match="which is simulated only; the executor runs a stage"):
         lower(twice, mlp.graph)

@@ -304,9 +304,9 @@ def test_between_stages_of_one_mesh_a_tensor_is_resharded() -> None:
             {
                 "num_microbatches": 2,
                 "schedule": "custom",
-                "orders": ("rank 0: 0F0 1F1 1B1 0B0", "rank 1: 0F1 1F0 1B0 0B1"),
+                "orders": ("rank 0: 0F0 0B0", "rank 1: 0F1 1F0 1B0 1F1 1B1 0B1"),
             },
-            "'custom' needs two copies of a stage",
+            "has stage 0 on ranks 0 and 1, but plans price copies of all stages",
         ),
     ],
 )
