@@ -18,7 +18,10 @@ SHOWN = {
     "03_search_and_what_if": (1, ["found plan", "trains on all 4", "choices", "longer"]),
     "04_schedules": (2, ["1F1B pipeline of 4 stages", "pipedream", "zb-h1"]),
     "05_predicted_and_measured": (2, ["ms measured", "predicted", "data parallel"]),
-    "06_your_model_and_cluster": (1, ["1.30 billion", "two boxes", "aten.sort", "found plan"]),
+    "06_your_model_and_cluster": (
+        1,
+        ["1.30 billion", "two boxes", "sort_0", "aten.rand_like", "found plan"],
+    ),
     "07_certificate": (2, ["no plan of the space takes less", "gap", "pruned"]),
     "08_whole_runs": (1, ["goodput", "steps that were lost", "median", "restarts"]),
     "09_annotations": (1, ["h.0.mlp.down.weight", "at least", "under all annotations"]),
