@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 from stratagem.simulator.schedules.actions import Schedule
@@ -84,5 +85,10 @@ class ScheduleRecord:
         return schedule if schedule.num_ranks == sizes.num_ranks else None
 
     def accepts(self, sizes: Sizes) -> bool:
-        """Whether there is such a schedule of some sizes."""
-        return self.made(sizes) is not None
+        """Whether there is such a schedule of some sizes; setups ask for the same ones often."""
+        return _accepts(self, sizes)
+
+
+@cache
+def _accepts(record: ScheduleRecord, sizes: Sizes) -> bool:
+    return record.made(sizes) is not None
