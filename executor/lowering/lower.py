@@ -74,15 +74,14 @@ def _contexts(plan: Plan, graph: OperatorGraph) -> tuple[Context, ...]:
 
 def _check_schedule(plan: Plan) -> None:
     schedule = plan.make_schedule()
-    homes = [schedule.ranks_of(stage) for stage in range(len(plan.stages))]
-    several = (stage for stage, ranks in enumerate(homes) if len(ranks) > 1)
-    stage = None if plan.is_mirrored else next(several, None)
+    stage = schedule.copied_stage
     if stage is not None:
+        ranks = " and ".join(map(str, schedule.ranks_of(stage)))
         raise ValueError(
             f"plan {plan.name!r} has schedule {plan.schedule!r}, which is simulated only; the "
             "executor runs a stage on one set of devices, or each on those of its mirror image "
-            f"too, but stage {stage} is on ranks {' and '.join(map(str, homes[stage]))}: choose "
-            f"one of {', '.join(SCHEDULES)}, or orders of your own with such places"
+            f"too, but stage {stage} is on ranks {ranks}: choose one of {', '.join(SCHEDULES)}, "
+            "or orders of your own with such places"
         )
 
 

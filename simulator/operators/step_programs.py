@@ -18,7 +18,7 @@ broadcast along it. Source programs see whole tensors and know their static size
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Step = list[Any]
@@ -168,12 +168,22 @@ def shift_steps(steps: Steps, renamed: Mapping[tuple[str, Any], list[Any]]) -> S
 
     A reference that `renamed` lacks stays.
     """
-    return [[function, _replaced(given, renamed)] for function, given in steps]
+
+    def other(reference: list[Any]) -> list[Any]:
+        return list(renamed.get((reference[0], reference[1]), reference))
+
+    return [[function, replaced(given, other)] for function, given in steps]
 
 
-def _replaced(argument: Any, renamed: Mapping[tuple[str, Any], list[Any]]) -> Any:
+def replaced(argument: Any, other: Callable[[list[Any]], list[Any]]) -> Any:
+    """An argument with another reference in place of each, in nested lists too.
+
+    Example:
+        >>> replaced([["in", 0], [4, -1]], lambda reference: ["step", 2])
+        [['step', 2], [4, -1]]
+    """
     if is_reference(argument):
-        return list(renamed.get((argument[0], argument[1]), argument))
+        return other(argument)
     if isinstance(argument, list):
-        return [_replaced(each, renamed) for each in argument]
+        return [replaced(each, other) for each in argument]
     return argument

@@ -213,6 +213,17 @@ class Schedule:
         return count % 2 == 0 and found == homes
 
     @cached_property
+    def copied_stage(self) -> int | None:
+        """The first stage on several ranks that are not those of mirror images; None without.
+
+        Example:
+            >>> Schedule.parse("rank 0: 0F0 0B0 \\n rank 1: 0F1 1F0 1B0 1F1 1B1 0B1").copied_stage
+            0
+        """
+        several = (s for s in range(self.num_stages) if len(self.ranks_of(s)) > 1)
+        return None if self.is_mirrored else next(several, None)
+
+    @cached_property
     def homes(self) -> tuple[int, ...]:
         """The rank of each stage; the first of its homes, where it has several.
 

@@ -222,8 +222,7 @@ def check_priced(schedule: Schedule) -> None:
     Raises:
         ValueError: naming what it needs and what to do instead.
     """
-    several = (s for s in range(schedule.num_stages) if len(schedule.ranks_of(s)) > 1)
-    stage = None if schedule.is_mirrored else next(several, None)
+    stage = schedule.copied_stage
     if stage is not None:
         raise ValueError(
             f"schedule {schedule.name!r} has stage {stage} on ranks "

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stratagem.simulator.operators.kinds.kind_record import (
@@ -173,18 +173,7 @@ GENERIC = OperatorKind(
     values_of=_values,
 )
 
-GENERIC_PRODUCT = OperatorKind(
-    name="generic_product",
-    role=OperatorRole.OTHER,
-    flops=_flops,
-    backward_flops=2.0,
-    product=MatrixProduct(shape=_product),
-    traffic=Counted(),
-    saved=SavedByAutograd(),
-    weight_share=0.0,
-    sums=True,
-    values_of=_values,
-)
+GENERIC_PRODUCT = replace(GENERIC, name="generic_product", product=MatrixProduct(shape=_product))
 
 
 def is_generic(operator: Operator) -> bool:

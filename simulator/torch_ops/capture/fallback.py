@@ -6,7 +6,9 @@ tensors of no elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,17 +155,12 @@ def _loop(tie: Tie) -> FreeLoop:
 
 def _each(work: Work, ties: Sequence[Tie], inputs: int) -> Work:
     """The work of one index of the free loops."""
-    count = 1
-    for tie in ties:
-        count *= tie.size
-    return Work(
+    count = math.prod(tie.size for tie in ties)
+    return replace(
+        work,
         flops=work.flops / count,
         moved=work.moved / count,
-        kernels=work.kernels,
         backward_moved=work.backward_moved / count,
-        backward_kernels=work.backward_kernels,
-        product=work.product,
         saved=tuple(slot for slot in work.saved if slot < inputs),
-        saves_output=work.saves_output,
         inside=work.inside / count,
     )

@@ -33,8 +33,12 @@ Call = list[Any]
 
 GETITEM = "getitem"
 
-_NAMED = ("dtype", "memory_format", "layout")
-"""Arguments that are attributes of torch."""
+NAMED: dict[str, Any] = {
+    "dtype": torch.dtype,
+    "memory_format": torch.memory_format,
+    "layout": torch.layout,
+}
+"""Arguments that are attributes of torch, and what these are."""
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -127,7 +131,7 @@ def _constant(what: str, value: Any, shape: Sequence[int], device: torch.device)
         return device
     if what == "complex":
         return complex(*value)
-    assert what in _NAMED
+    assert what in NAMED
     return getattr(torch, value)
 
 

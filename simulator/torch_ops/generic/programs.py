@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stratagem.simulator.torch_ops.generic.calls import GETITEM, Call
+from stratagem.simulator.operators.step_programs import replaced
+from stratagem.simulator.torch_ops.generic.calls import GETITEM, NAMED, Call
 
 _TOLD_SHAPE = ("size", "shape")
 """Arguments that say the shape of the result, which is another on shards."""
@@ -113,7 +114,7 @@ class _Writer:
             return {"complex": [value.real, value.imag]}
         if isinstance(value, torch.device):
             return {"device": True}
-        for what, kind in _NAMES.items():
+        for what, kind in NAMED.items():
             if isinstance(value, kind):
                 return {what: str(value).removeprefix("torch.")}
         raise UnspeakableError(f"its argument {value!r} cannot be written down")
@@ -147,23 +148,13 @@ class _Writer:
         return self._inlined[id(program)]
 
 
-_NAMES: dict[str, Any] = {
-    "dtype": torch.dtype,
-    "memory_format": torch.memory_format,
-    "layout": torch.layout,
-}
-
-
 def renamed(calls: Sequence[Call], rename: Callable[[list[Any]], list[Any]]) -> list[Call]:
     """The same calls with other references."""
-
-    def changed(argument: Any) -> Any:
-        if isinstance(argument, list):
-            is_one = len(argument) == 2 and argument[0] in ("in", "weight", "step")
-            return rename(argument) if is_one else [changed(each) for each in argument]
-        return argument
-
     return [
-        [name, changed(arguments), {key: changed(each) for key, each in keywords.items()}]
+        [
+            name,
+            replaced(arguments, rename),
+            {key: replaced(each, rename) for key, each in keywords.items()},
+        ]
         for name, arguments, keywords in calls
     ]

@@ -227,13 +227,18 @@ def _nested(ties: Sequence[Tie], shape: Sequence[int]) -> tuple[Tie, ...]:
     kept: list[Tie] = [tie for tie in ties if tie.target is None]
     for dim in range(len(shape)):
         behind = 1
-        here = [tie for tie in ties if tie.target is not None and tie.target.dim == dim]
-        for tie in sorted(here, key=lambda each: each.target.outer if each.target else 0):
-            assert tie.target is not None
-            if tie.target.outer % behind == 0:
-                behind = tie.target.outer * tie.size
+        for outer, tie in _factors(ties, dim):
+            if outer % behind == 0:
+                behind = outer * tie.size
                 kept.append(tie)
     return tuple(tie for tie in ties if tie in kept)
+
+
+def _factors(ties: Sequence[Tie], dim: int) -> list[tuple[int, Tie]]:
+    """The ties that a dim of the result has, each behind the product of the factors outside it."""
+    targets = ((tie.target, tie) for tie in ties)
+    here = [(at.outer, tie) for at, tie in targets if at is not None and at.dim == dim]
+    return sorted(here, key=lambda each: each[0])
 
 
 def factors_of_result(
@@ -244,11 +249,9 @@ def factors_of_result(
     for dim, size in enumerate(shape):
         factors: list[tuple[int, Tie | None]] = []
         behind = 1
-        here = [tie for tie in ties if tie.target is not None and tie.target.dim == dim]
-        for tie in sorted(here, key=lambda each: each.target.outer if each.target else 0):
-            assert tie.target is not None
-            factors += [(tie.target.outer // behind, None), (tie.size, tie)]
-            behind = tie.target.outer * tie.size
+        for outer, tie in _factors(ties, dim):
+            factors += [(outer // behind, None), (tie.size, tie)]
+            behind = outer * tie.size
         factors.append((size // behind, None))
         made.append([(each, tie) for each, tie in factors if each > 1])
     return made

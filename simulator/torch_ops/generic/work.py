@@ -57,7 +57,7 @@ def _counted(written: str, operands: tuple[OperandShape, ...], shape: tuple[int,
     ]
     forward, backward, saved = _Counter(), _Counter(), _Saved()
     try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _same)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unchanged)
         with torch.enable_grad(), hooks, forward:
             made = run_calls(calls, given, (), shape, torch.device("meta"))
         leaves = [each for each in given if each.requires_grad]
@@ -90,7 +90,7 @@ def _least(operands: Sequence[OperandShape], shape: Sequence[int]) -> Work:
     return Work(float(made), float(read + made), 1, float(read + made), 1, None, slots, False, 0.0)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 

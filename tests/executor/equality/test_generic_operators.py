@@ -45,6 +45,14 @@ MIXES_SAMPLES = {
 """Operators whose batch stays whole, and why."""
 
 
+class Scaled(nn.Module):
+    """Multiplies features by a parameter."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(features))
+
+
 def generics(graph: OperatorGraph) -> list[Operator]:
     return [operator for operator in graph.operators if is_generic(operator)]
 
@@ -150,16 +158,12 @@ def test_class_weights_in_a_module_are_no_parameters() -> None:
 def test_an_empty_rest_is_put_behind_what_was_rotated() -> None:
     """Rotary embeddings of a part of the features leave a rest, which may be none of them."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(6))
-
+    class Model(Scaled):
         def forward(self, x: Tensor) -> Tensor:
             h = x * self.scale
             return torch.cat([h[..., :6].sin(), h[..., 6:]], -1).exp().mean()
 
-    case = make_case(Model(), x=torch.randn(4, 5, 6))
+    case = make_case(Model(6), x=torch.randn(4, 5, 6))
     assert not generics(case.graph)
     assert_equal_to_torch(case, make_plan(case, drawing(1), (3,)))
 
@@ -172,31 +176,23 @@ def test_strict_capture_refuses_as_before() -> None:
 
 
 def test_random_numbers_are_refused_with_the_remedy() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
+    class Noisy(Scaled):
         def forward(self, x: Tensor) -> Tensor:
             return (x * self.scale * torch.rand_like(x)).mean()
 
     with pytest.raises(ValueError, match=r"rand_like.*test_generic.*draws random numbers"):
-        capture(Noisy(), (torch.randn(4, 3),))
+        capture(Noisy(3), (torch.randn(4, 3),))
 
 
 def test_what_nobody_expected_is_said_with_the_line() -> None:
     """An operator whose shapes cannot be computed on the meta device has a name and a line too."""
 
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
+    class Odd(Scaled):
         def forward(self, x: Tensor) -> Tensor:
             return (x * self.scale)[x[:, 0] > 0].mean()
 
     with pytest.raises(ValueError, match=r"aten\.index.*test_generic_operators\.py:\d+.*shape"):
-        capture(Odd(), (torch.randn(4, 3),))
+        capture(Odd(3), (torch.randn(4, 3),))
 
 
 @pytest.mark.parametrize("name", ["aten::from_file.default", "aten::nothing.default"])
