@@ -11,12 +11,16 @@ from stratagem.executor.program.executed_dtypes import executed_dtype, gradient_
 from stratagem.executor.program.programs import Home, Stored
 from stratagem.simulator.graph.placement import (
     Placements,
-    local_elements,
     weight_gradient_placements,
     weight_placements,
 )
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
-from stratagem.simulator.sharding.parameter_homes import ParameterUse, home_placements, use_of
+from stratagem.simulator.sharding.parameter_homes import (
+    ParameterUse,
+    home_placements,
+    unsharded_gradient_bytes,
+    use_of,
+)
 from stratagem.simulator.sharding.resharding_paths import placements_text
 
 FROZEN = (ParameterUse.FROZEN, ParameterUse.FROZEN_HERE)
@@ -144,14 +148,12 @@ class Weights:
         return found
 
     def gradient_bytes(self, i: int) -> int:
-        """Bytes of the gradients that operator `i` keeps until they are reduced."""
-        found = 0
-        for use in self.of[i]:
-            if use.use in (ParameterUse.OWNED, ParameterUse.TIED_ELSEWHERE):
-                kept = use.home if use.zero >= 2 else use.used
-                shape = self._context.mesh(use.stage).shape
-                found += local_elements(use.sizes, kept, shape)
-        return found * self._context.plan.training.gradient_bytes
+        """Bytes of the gradients that operator `i` reduces, unsharded: they fill buckets."""
+        return unsharded_gradient_bytes(
+            self._context.graph.operators[i],
+            [use.use for use in self.of[i]],
+            self._context.plan.training.gradient_bytes,
+        )
 
     def homes(self) -> tuple[Home, ...]:
         """Where every parameter and buffer is authoritative."""

@@ -15,8 +15,9 @@ sync, where a path has both, are as long as that block: n_pb counts it and not t
 rest is never on a path without the backward. What links do of a block, played alone, is one of its
 own.) The same holds with weights μ. A rank runs
 its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A
-block's makespan is at least the tasks along a path of *its* graph, and at least the busy time of
-each of its resources, which serve one task at a time: that is each f_bq, whatever overlaps.
+block's makespan is at least the tasks along a path of *its* graph, less waits that only some plans
+have (`sure_waits`), and at least the busy time of each of its resources, which serve one task at a
+time: that is each f_bq, whatever overlaps.
 (Readers of a tensor may have a conversion or a copy in common, which only one of n edges then has.
 As a load, and in memory, each counts with 1/n. On a path it counts once whoever has it, as all of
 them wait for it from the same tensor on.) So

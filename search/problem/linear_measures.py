@@ -20,6 +20,7 @@ from itertools import groupby
 import numpy as np
 
 from stratagem.searcher.problem.priced_skeleton import Problem
+from stratagem.searcher.problem.sure_waits import SureWaits, sure_waits
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.base.compiling import kernel
 from stratagem.simulator.hardware.resources import NUM_RESOURCES
@@ -139,10 +140,16 @@ class BlockLookups:
     def share(self) -> Floats:
         """What share of each of `tasks` surely counts: of edges that may share one has it all.
 
-        Weighed so, what they take together is at most what the one takes that makes it.
+        Weighed so, what they take together is at most what the one takes that makes it. What might
+        be idle in the plan, whatever its own operator chooses, does not count.
         """
         sharing = self.problem.stage_blocks[self.stage].sharing
-        return 1.0 / sharing.share_of(self.block.gate[self.tasks])
+        shares = 1.0 / sharing.share_of(self.block.gate[self.tasks])
+        return np.where(self._again.is_doubtful[self.tasks], 0.0, shares)
+
+    @cached_property
+    def _again(self) -> SureWaits:
+        return sure_waits(self.problem.tables[self.stage], self.block)
 
     def longest_path(self, choice: Ints) -> tuple[Ints, Floats]:
         """The path that takes longest under `choice`, resources apart.
@@ -153,10 +160,11 @@ class BlockLookups:
             on; but it counts once where the path goes through that of another reader, too.
         """
         stage = self.problem.stage_blocks[self.stage]
-        durations = np.zeros(len(self._base))
+        durations, again = np.zeros(len(self._base)), self._again
         shut = stage.sharing.shut(self.block.gate[self.tasks], choice)
         durations[self.tasks] = np.where(shut, 0, self.lookups().values(choice))
-        path = longest_path(self.block.successor_offsets, self.block.successors, durations)
+        durations[again.is_doubtful] = 0.0
+        path = longest_path(again.successor_offsets, again.successors, durations)
         rows = np.flatnonzero(np.isin(self.tasks, path))
         counts = dict(zip(path.tolist(), self._counting(path.tolist()), strict=True))
         return rows, np.array([counts[task] for task in self.tasks[rows].tolist()])
@@ -166,6 +174,7 @@ class BlockLookups:
         sharing = self.problem.stage_blocks[self.stage].sharing
         roles = [None, *(self.block.roles[task] for task in path), None]
         found: list[float] = []
+        doubtful = self._again.is_doubtful
         for place, task in enumerate(path, start=1):
             gate, role = int(self.block.gate[task]), roles[place]
             before = roles[place - 1]
@@ -177,7 +186,7 @@ class BlockLookups:
             else:
                 counts = False
             is_own = gate < 0 or not len(sharing.rivals(gate))
-            found.append(1.0 if is_own or counts else 0.0)
+            found.append(1.0 if (is_own or counts) and not doubtful[task] else 0.0)
         return found
 
 

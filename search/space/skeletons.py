@@ -87,7 +87,7 @@ class Options:
             `checkpoint_segments`).
         chunks: in how many pieces a matrix product may run, to overlap with its collectives.
         fuse: whether elementwise work may run inside collectives.
-        bucket_bytes: gradients are reduced in buckets of at least so many bytes.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded.
         inputs_first: gradients of weights run beside the conversion of those of inputs (see
             `Plan`).
         regather: whether layers may keep a shard of their gathered inputs only and gather again

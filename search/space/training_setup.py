@@ -67,7 +67,8 @@ class TrainingSetup:
             at once when it has ended.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes a device, as
             PyTorch's DistributedDataParallel does it (25 MiB there); 0 reduces each operator's
-            as soon as it is made.
+            as soon as it is made. A plan's buckets, which are counted unsharded, are as many
+            times larger as there are tensor-parallel ways.
         inputs_first: whether gradients of weights run beside the conversion of those of inputs
             (Megatron-LM's asynchronous all-reduce of tensor parallelism).
         partition: how a pipeline is cut: ``layers`` gives every stage as many repeated blocks,
@@ -192,7 +193,9 @@ class TrainingSetup:
             ),
             num_microbatches=parts,
             schedule=self.placed_schedule,
-            bucket_bytes=self.bucket_bytes if self.overlap_gradients else ALL_AT_ONCE,
+            bucket_bytes=self.bucket_bytes * self.tensor
+            if self.overlap_gradients
+            else ALL_AT_ONCE,
             inputs_first=self.inputs_first,
         )
 

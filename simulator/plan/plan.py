@@ -59,8 +59,8 @@ class Plan(SavedValue):
     Stages on the same devices are on one rank; ranks are numbered as the stages bring them up.
 
     Attributes:
-        bucket_bytes: gradients are reduced in buckets of at least so many; 0 reduces each
-            operator's alone.
+        bucket_bytes: gradients are reduced in buckets of at least so many, counted as if no
+            device sharded them; 0 reduces each operator's alone.
         inputs_first: a backward pass makes the gradients of its inputs before those of its
             weights, which then run beside the conversion of the first (Megatron-LM's
             asynchronous all-reduce of tensor parallelism).

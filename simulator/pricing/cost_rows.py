@@ -63,7 +63,7 @@ class OperatorRow:
     optimizer, `publish` brings updated parameters back (ZeRO-1 and 2), `stash` copies them as they
     are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
-    path in seconds.
+    path in seconds. `unsharded_gradient_bytes` fill buckets (see `parameter_homes`).
     `relative_error` is that of forward and backward. `inner_forward` and `inner_backward` are the
     ns that collectives inside the passes take, of one piece. `saved_slots` are the inputs that
     backward needs, `saves_output` says whether it needs the output. `runs_again` says whether
@@ -93,6 +93,7 @@ class OperatorRow:
     parameter_bytes: Ints
     stash_bytes: Ints
     gradient_bytes: Ints
+    unsharded_gradient_bytes: int
     optimizer_bytes: Ints
     output_bytes: tuple[Ints, ...]
     own_bytes: Ints

@@ -37,6 +37,7 @@ from stratagem.simulator.sharding.parameter_homes import (
     home_placements,
     makes_input_gradients,
     residences,
+    unsharded_gradient_bytes,
     weight_share,
 )
 from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
@@ -149,6 +150,9 @@ class OperatorPricer:
             parameter_bytes=_column(footprints, "parameters"),
             stash_bytes=np.array([m.stash_bytes for m in moved], dtype=np.int64),
             gradient_bytes=_column(footprints, "gradients"),
+            unsharded_gradient_bytes=unsharded_gradient_bytes(
+                operator, uses, self.training.gradient_bytes
+            ),
             optimizer_bytes=_column(footprints, "optimizer"),
             output_bytes=tuple(
                 np.array([f.outputs[k] for f in footprints], dtype=np.int64)

@@ -21,6 +21,7 @@ between stages) of its own, and the new value comes back the same way.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +36,7 @@ from stratagem.simulator.graph.placement import (
     weight_placements,
 )
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
-from stratagem.simulator.operators.operator import DimKind, Operator, Weight
+from stratagem.simulator.operators.operator import DimKind, Operator, Weight, factor_sizes
 from stratagem.simulator.sharding.choice import Choice
 
 
@@ -196,6 +197,33 @@ def residences(
         yield Residence(weight, use, home if frozen else made, home, used)
 
 
+def unsharded_gradient_bytes(
+    operator: Operator, uses: Sequence[ParameterUse], bytes_each: int
+) -> int:
+    """Bytes of the gradients that an operator sends to a home, were they whole on every device.
+
+    Buckets are measured by these: which gradients are reduced together depends on the model
+    alone, so that a plan has the buckets of every search that it is part of.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> layer = mlp([8, 6], batch=10).operator("layers.0")
+        >>> unsharded_gradient_bytes(layer, [ParameterUse.OWNED] * len(layer.weights), 4)
+        216
+
+    Args:
+        operator: one that has weights, or none.
+        uses: what it is to each of its weights.
+        bytes_each: of an element of a gradient.
+    """
+    sent = ParameterUse.OWNED, ParameterUse.TIED_ELSEWHERE
+    return bytes_each * sum(
+        math.prod(factor_sizes(weight.layout, operator.sizes))
+        for weight, use in zip(operator.weights, uses, strict=True)
+        if use in sent
+    )
+
+
 def gradient_buckets(
     order: Iterable[int], nbytes: Mapping[int, int], least: int
 ) -> list[list[int]]:
@@ -207,7 +235,8 @@ def gradient_buckets(
 
     Args:
         order: in which the gradients are made.
-        nbytes: of the gradients of each operator; one without any is alone.
+        nbytes: of the gradients of each operator (see `unsharded_gradient_bytes`); one without
+            any is alone.
         least: bytes at which a bucket is closed; 0 gives every operator one of its own.
     """
     buckets: list[list[int]] = []

@@ -34,7 +34,7 @@ from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, PricedTi
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
 from stratagem.simulator.stage.parameter_tasks import ParameterTasks
-from stratagem.simulator.stage.recompute_triggers import recompute_triggers, regather_releases
+from stratagem.simulator.stage.recompute_triggers import recompute_triggers, releases_of
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
 from stratagem.simulator.stage.stage_blocks import (
     PREFETCH,
@@ -60,8 +60,8 @@ def stage_blocks(
     Args:
         table: all choices of the stage's operators.
         split: whether the schedule runs the gradients of parameters apart.
-        bucket_bytes: gradients are reduced in buckets of at least so many bytes per device; 0
-            reduces each operator's alone.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes, counted
+            unsharded; 0 reduces each operator's alone.
         slowdown: per mille by which computing and communication slow each other down.
         inputs_first: whether an operator makes the gradients of its inputs before those of its
             weights, so that these run while the first are converted.
@@ -134,7 +134,9 @@ class _TaskWriter:
         self.triggers = recompute_triggers(self.table)
         self.sharing = sharing_of(self.table, self.triggers)
         self.chains = chains_of(self.table, self.triggers)
-        self.releases = regather_releases(self.table, self.chains[SharedBy.REGATHER])
+        self.releases = releases_of(
+            self.table, self.triggers, self.chains[SharedBy.REGATHER], PREFETCH
+        )
 
     def forward(self) -> Block:
         """Every operator's forward pass, conversions between, gathers ahead."""
@@ -142,7 +144,7 @@ class _TaskWriter:
         draft, done = made.draft, made.done
         for place in made.places():
             i = self.table.operators[place]
-            first, pieces = made.gathers.before(i), self._num_pieces(i)
+            first, pieces = made.gathers.before(i, unless_again=False), self._num_pieces(i)
             first += made.host.launches(i, "forward", self._row(i).launch_forward)
             arrivals: list[list[int]] = [[] for _ in range(pieces)]
             for k in self.incoming.get(i, ()):
@@ -171,13 +173,13 @@ class _TaskWriter:
         order = self.table.operators[::-1]
         for place in made.places():
             i = order[place]
-            gate = [done[order[place - 1]][-1]] if place else []
             for j in self.triggers.at.get(place, ()):
                 launch = host.launches(j, "recompute", self._row(j).launch_recompute)
-                again[j] = self._again(made, j, gate, launch)
+                again[j] = self._again(made, j, launch)
             # What is below all that is trained has no backward pass to gather for.
             runs = self.table.graph.needs_gradient[i]
-            first = [again[i]] if i in again else gathers.before(i) if runs else []
+            first = gathers.before(i, unless_again=True) if runs else []
+            first += [again[i]] if i in again else []
             first += [
                 again[edge.producer]
                 for k in self.incoming.get(i, ())
@@ -317,10 +319,12 @@ class _TaskWriter:
             gate=OPEN if self.sharing.is_empty else NUM_GATES * k + by,
         )
 
-    def _again(self, now: _Pass, i: int, gate: Sequence[int], launch: Sequence[int]) -> int:
-        """Recompute an operator, its inputs converted again, not before `gate`."""
+    def _again(self, now: _Pass, i: int, launch: Sequence[int]) -> int:
+        """Recompute an operator, its inputs converted again (see `Releases`)."""
         draft, again = now.draft, now.again
-        before = [*now.gathers.before(i), *gate, *launch]
+        gate = now.released(self.releases.recompute.get(i))
+        ahead = now.released(self.releases.gather.get(i))
+        before = [*now.gathers.again(i, ahead), *gate, *launch]
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self.edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []
@@ -339,7 +343,7 @@ class _TaskWriter:
         )
 
     def _regathered(self, now: _Pass, i: int) -> list[int]:
-        """Convert inputs again that were not kept as they were read (see `regather_releases`).
+        """Convert inputs again that were not kept as they were read (see `Releases`).
 
         Whoever reads the same result later in backward waits for that, be it for nothing: whether
         one of them might convert it again must not change when the others run.
@@ -354,8 +358,7 @@ class _TaskWriter:
                 tasks += ahead
             else:
                 made = [again[edge.producer]] if edge.producer in again else []
-                release = self.releases.get(k)
-                gate = [] if release is None else now.done[self.table.operators[-1 - release]][-1:]
+                gate = now.released(self.releases.regather.get(k))
                 waits = [*made, *gate, *now.host.converts(k, SharedBy.REGATHER), *ahead]
                 task = self._converted(draft, k, SharedBy.REGATHER, 0, row.regather, waits)
                 now.regathered[k] = task
@@ -380,6 +383,15 @@ class _TaskWriter:
             self._parts[key] = timed.where(active)
         return self._parts[key]
 
+    def where(self, timed: PricedTime, keep: Flags | None) -> PricedTime:
+        """A row where `keep` is true; all of it where that is everywhere, or nothing is told."""
+        if keep is None or keep.all():
+            return timed
+        key = (id(timed), int.from_bytes(np.packbits(keep).tobytes()), "where")
+        if key not in self._parts:
+            self._parts[key] = timed.where(keep)
+        return self._parts[key]
+
     def _whole(self, timed: PricedTime, pieces: Ints) -> PricedTime:
         key = (id(timed), 0, "whole")
         if key not in self._parts:
@@ -393,19 +405,34 @@ class _Prefetch:
     def __init__(self, writer: _TaskWriter, draft: BlockDraft) -> None:
         self._writer, self._draft = writer, draft
         self.passed: list[int] = []
-        self.made: dict[int, None] = {}
 
-    def before(self, i: int) -> list[int]:
-        """The gathers of an operator, if it has parameters and was not asked before."""
-        writer = self._writer
-        if i in self.made or not writer.table.graph.operators[i].weights:
-            return []
-        self.made[i] = None
+    def before(self, i: int, *, unless_again: bool) -> list[int]:
+        """The gathers of an operator's parameters for its pass, if it has any.
+
+        In backward none takes time where it runs again, `unless_again`: they are there then.
+        """
         released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
-        base = writer.pool.add(writer.table.row(i).gather)
+        row = self._writer.table.row(i)
+        return self._gathers(i, released, row.keeps if unless_again else None)
+
+    def again(self, i: int, released: Sequence[int]) -> list[int]:
+        """The gathers of an operator's parameters for running again, where it does."""
+        return self._gathers(i, released, ~self._writer.table.row(i).keeps)
+
+    def _gathers(self, i: int, released: Sequence[int], keep: Flags | None) -> list[int]:
+        writer = self._writer
+        if not writer.table.graph.operators[i].weights:
+            return []
+        base = writer.pool.add(writer.where(writer.table.row(i).gather, keep))
         own = self._draft.operator_task("{0} gather", TaskRole.GATHER, i, base, released)
         tied = [k for k, (_, user) in enumerate(writer.table.ties) if user == i]
-        return [own, *(writer.parameters.tie_gather(self._draft, k, released) for k in tied)]
+        tasks = (
+            writer.parameters.tie_gather(
+                self._draft, k, writer.where(writer.table.tie_rows[k].gather, keep), released
+            )
+            for k in tied
+        )
+        return [own, *tasks]
 
     def ran(self, i: int, task: int) -> None:
         """Note that an operator has its pass at `task`."""
@@ -448,11 +475,15 @@ class _Pass:
             repeat = repeat.backwards(size)
         return sparing(range(size), repeat, self._mark, self._skip)
 
+    def released(self, release: int | None) -> list[int]:
+        """What waits until backward is behind a place waits for this."""
+        return [] if release is None else self.done[self._table.operators[-1 - release]][-1:]
+
     @property
     def _kept(self) -> tuple[dict[int, Any], ...]:
         """What later operators look up: three by edge, the others by operator."""
         by_edge = self.converted, self.repeated, self.regathered
-        return (*by_edge, self.done, self.again, self.ends, self.gathers.made)
+        return (*by_edge, self.done, self.again, self.ends)
 
     def _mark(self) -> None:
         passed = len(self.gathers.passed)
@@ -461,7 +492,7 @@ class _Pass:
 
     def _skip(self, times: int) -> bool:
         """Extrapolate what the next copies draft, and what they leave for later operators."""
-        steps = [*[self._edge_step] * 3, *[self._operator_step] * 4]
+        steps = [*[self._edge_step] * 3, *[self._operator_step] * 3]
         tasks = copy_length([mark[0] for mark in self._marks])
         before, last = self._launched[2:]
         launches = 0 if last == before else tasks

@@ -95,7 +95,7 @@ class ParameterTasks:
     def _buckets(self) -> list[list[int]]:
         """The operators by bucket, in the order in which their gradients are made."""
         order = self.table.operators[::-1]
-        nbytes = {i: int(self.table.row(i).gradient_bytes.max()) for i in order}
+        nbytes = {i: self.table.row(i).unsharded_gradient_bytes for i in order}
         return gradient_buckets(order, nbytes, self.bucket_bytes)
 
     def _tie(
@@ -104,9 +104,10 @@ class ParameterTasks:
         inner = 0 if not self.stashes else None
         return self._tied(draft, k, "{0} ↔ {1}", role, timed, before, inner)
 
-    def tie_gather(self, draft: BlockDraft, k: int, before: Sequence[int]) -> int:
+    def tie_gather(
+        self, draft: BlockDraft, k: int, timed: PricedTime, before: Sequence[int]
+    ) -> int:
         """The gather of a tied parameter by its user, in every block."""
-        timed = self.table.tie_rows[k].gather
         return self._tied(draft, k, "{1} gather", TaskRole.TIE_GATHER, timed, before, None)
 
     def _tied(

@@ -68,7 +68,7 @@ def home_tasks(
     Args:
         homes: the first and the second.
         cluster: gives the links between them.
-        bucket_bytes: gradients are summed in buckets of at least so many bytes per device.
+        bucket_bytes: gradients are summed in buckets of at least so many bytes, unsharded.
     """
     return _SyncWriter(homes, cluster, bucket_bytes).write()
 
@@ -114,7 +114,7 @@ class _SyncWriter:
         """The sums first, then what each home does behind them."""
         table = self.homes[0].table
         order, names = table.operators[::-1], table.graph.names
-        nbytes = {i: int(table.row(i).gradient_bytes.max()) for i in order}
+        nbytes = {i: table.row(i).unsharded_gradient_bytes for i in order}
         sums: dict[int, int] = {}
         for bucket in gradient_buckets(order, nbytes, self.bucket_bytes):
             for i, price in zip(bucket, self._sums(bucket), strict=True):

@@ -85,7 +85,7 @@ def accelerate_deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """
     found = nearest_uniform(plan, graph, DEEPSPEED)
     stage = found.setup.zero
-    bucket = BUCKET_ELEMENTS * plan.training.gradient_bytes if stage == 3 else ALL_AT_ONCE
+    bucket = found.bucket_bytes(BUCKET_ELEMENTS) if stage == 3 else ALL_AT_ONCE
     found = replace(found, plan=replace(found.plan, bucket_bytes=bucket))
     config = _common(found, "DEEPSPEED") | {
         "deepspeed_config": {

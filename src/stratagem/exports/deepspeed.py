@@ -42,8 +42,11 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
         3
     """
     found = nearest_uniform(plan, graph, LIMITS)
-    usual = BUCKET_ELEMENTS * plan.training.gradient_bytes
-    bucket = (plan.bucket_bytes or usual) if found.setup.zero else ALL_AT_ONCE
+    bucket = (
+        (plan.bucket_bytes or found.bucket_bytes(BUCKET_ELEMENTS))
+        if found.setup.zero
+        else ALL_AT_ONCE
+    )
     found = replace(found, plan=replace(found.plan, bucket_bytes=bucket))
     missing = []
     if len(plan.stages) > 1:
@@ -90,6 +93,5 @@ def _zero(found: Uniform) -> dict[str, Any]:
     overlaps = nbytes < ALL_AT_ONCE
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": overlaps}
     if overlaps:
-        size = -(-nbytes // found.plan.training.gradient_bytes)
-        zero |= {"reduce_bucket_size": size, "contiguous_gradients": True}
+        zero |= {"reduce_bucket_size": found.bucket_elements, "contiguous_gradients": True}
     return zero

@@ -86,7 +86,7 @@ def layout(blocks: Sequence[int]) -> str:
 
 def _default_bucket(found: Uniform) -> int:
     least, for_each = BUCKET_ELEMENTS
-    return max(least, for_each * found.data) * found.plan.training.gradient_bytes
+    return found.bucket_bytes(max(least, for_each * found.data))
 
 
 def _parallel(found: Uniform) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _memory(found: Uniform) -> Iterator[str]:
         yield "--no-gradient-accumulation-fusion"
     if found.data > 1 and plan.bucket_bytes < ALL_AT_ONCE:
         yield "--overlap-grad-reduce"
-        yield f"--ddp-bucket-size {-(-plan.bucket_bytes // plan.training.gradient_bytes)}"
+        yield f"--ddp-bucket-size {found.bucket_elements}"
     if setup.recompute == "full":
         yield "--recompute-granularity full"
         yield "--recompute-method uniform"

@@ -82,6 +82,19 @@ class Uniform:
     blocks: tuple[int, ...]
     expert_ways: int
 
+    @property
+    def bucket_elements(self) -> int:
+        """Gradients that a device puts into a bucket: its share of those that fill the plan's."""
+        return -(-self.plan.bucket_bytes // self._bytes_each)
+
+    def bucket_bytes(self, elements: int) -> int:
+        """The buckets of a plan of which a device has so many elements."""
+        return elements * self._bytes_each
+
+    @property
+    def _bytes_each(self) -> int:
+        return self.plan.training.gradient_bytes * self.setup.tensor
+
 
 @dataclass(frozen=True)
 class _Degrees:
