@@ -102,6 +102,32 @@ class Link:
         piece = low.piece_us + share * (high.piece_us - low.piece_us)
         return latency * 1e-6, bandwidth * 1e9, piece * 1e-6
 
+    def slowed(self, factor: float) -> Link:
+        """The link on which everything takes `factor` times as long; waiting for others stays.
+
+        Example:
+            >>> Link("NVLink", 40.0, 10.0).slowed(2.0).at(8)
+            (2e-05, 20000000000.0, 0.0)
+
+        Raises:
+            ValueError: if the factor is not above 0.
+        """
+        if factor <= 0:
+            raise ValueError(
+                f"link {self.name!r}: a factor of {factor} on its times; it must be > 0"
+            )
+        groups = tuple(
+            replace(
+                group,
+                bandwidth_gb_s=group.bandwidth_gb_s / factor,
+                latency_us=group.latency_us * factor,
+                piece_us=group.piece_us * factor,
+            )
+            for group in self.by_group_size
+        )
+        bandwidth, latency = self.bandwidth_gb_s / factor, self.latency_us * factor
+        return replace(self, bandwidth_gb_s=bandwidth, latency_us=latency, by_group_size=groups)
+
     def wait(self, size: int) -> float:
         """Share of their computing that members of groups of `size` wait for each other.
 

@@ -14,7 +14,7 @@ from stratagem.simulator.engine.event_engine import Times, simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.hardware.resources import slowdown_of
-from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
@@ -146,6 +146,14 @@ class PlanModel:
     def homes(self, stage: int) -> tuple[int, ...]:
         """The numbers in `stages` of a stage of the plan."""
         return tuple(range(stage, len(self.stages), len(self.plan.stages)))
+
+    @cached_property
+    def spread(self) -> float:
+        """How far clusters are apart; 0 where the cluster, or some operator, has been measured."""
+        rows = (stage.table.row(i) for stage in self.stages for i in stage.table.operators)
+        if any(CostSource.MEASURED.value in row.sources for row in rows):
+            return 0.0
+        return self.plan.cluster.calibration.spread
 
     @cached_property
     def block_times(self) -> tuple[dict[int, Times], ...]:
@@ -356,6 +364,16 @@ def macro_durations(model: PlanModel) -> Ints:
     together = [each.ns for each in model.home_tasks]
     durations[[REPLICA_SYNC, REPLICA_UPDATE], : len(together)] = together
     return durations
+
+
+def step_times(model: PlanModel) -> Times:
+    """When the blocks and transfers of a step start and end, in ns."""
+    return simulate(model.macro.with_durations(macro_durations(model)))
+
+
+def step_seconds(model: PlanModel) -> float:
+    """What a step takes."""
+    return step_times(model).makespan * 1e-9
 
 
 def _boundary(

@@ -16,15 +16,14 @@ from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.base.units import format_bytes, format_duration
-from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
-from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource
+from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.simulation import predictions
 from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
-from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_times
 from stratagem.simulator.simulation.saved_step import KeptMemory, KeptStep, StepLeftOut
 from stratagem.simulator.simulation.simulated_step import PlayedStep, SimulatedStep
 from stratagem.simulator.timeline.step_critical_path import StepPath
@@ -262,14 +261,13 @@ def simulate_plan(
 
 def simulate_model(model: PlanModel) -> Simulation:
     """Play a plan whose prices are known."""
-    durations = macro_durations(model)
-    times = simulate(model.macro.with_durations(durations))
+    times = step_times(model)
     return Simulation(
         plan=model.plan,
         step_time=times.makespan * 1e-9,
         memory=predictions.rank_memory(model),
         relative_error=_relative_error(model),
-        is_calibrated=_spread(model) == 0.0,
+        is_calibrated=model.spread == 0.0,
         _step=PlayedStep(model, times),
     )
 
@@ -286,12 +284,4 @@ def _relative_error(model: PlanModel) -> float:
             ns = float(row.passes_ns[0])
             weighted += ns * float(row.relative_error[0])
             total += ns
-    return math.hypot(weighted / total, _spread(model)) if total else 0.0
-
-
-def _spread(model: PlanModel) -> float:
-    """How far clusters are apart; 0 where the cluster, or some operator, has been measured."""
-    rows = (stage.table.row(i) for stage in model.stages for i in stage.table.operators)
-    if any(CostSource.MEASURED.value in row.sources for row in rows):
-        return 0.0
-    return model.plan.cluster.calibration.spread
+    return math.hypot(weighted / total, model.spread) if total else 0.0

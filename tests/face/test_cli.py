@@ -121,9 +121,14 @@ def test_cache_of_nothing(place: Path) -> None:
 
 
 def test_search_then_simulate(place: Path) -> None:
-    found = call("search", "graph.json", *SMALL, "-o", "plan.json")
+    found = call("search", "graph.json", *SMALL, "-o", "plan.json", "--draws", "5")
     assert found.exit_code == 0, found.output
     assert "the plan found" in found.stdout
+    assert "plans under 5 drawn errors of prices" in found.stdout
+    assert "draws of errors" in found.stdout or "all 5 drawn errors" in found.stdout
+    refused = call("search", "graph.json", *SMALL, "-o", "plan.json", "--draws", "-1")
+    assert refused.exit_code != 0
+    assert "--draws -1: draw errors of the prices 0 times or more" in refused.output
     assert "data parallel" in found.stdout
     plan = Plan.load("plan.json")
     assert plan.prediction is not None

@@ -36,6 +36,7 @@ from stratagem.cli.shared.rich_tables import result_table, strategy_table
 from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
 from stratagem.face import verbs
 from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.skeletons import Options
@@ -101,6 +102,9 @@ def search(
     checkpoint: Annotated[
         Path | None, typer.Option(help="file that keeps finished parts, to go on from")
     ] = None,
+    draws: Annotated[
+        int, typer.Option(help="draw errors of the prices so often: how sure is the choice?")
+    ] = 0,
     space: Annotated[
         bool, typer.Option("--space", help="list every skeleton and what became of it")
     ] = False,
@@ -122,6 +126,8 @@ def search(
 
     Example: stratagem search examples.gpt2:build -c dgx-a100 --precision bfloat16 -o plan.json
     """
+    if draws < 0:
+        raise ValueError(f"--draws {draws}: draw errors of the prices 0 times or more")
     for path in (out, plot, trace, report, checkpoint):
         if path is not None:
             check_place(path)
@@ -161,7 +167,13 @@ def search(
     )
     result.plan.save(out)
     say = speaker(as_json)
+    sure = (
+        robustness(result, costs=costs, draws=draws) if draws and result.simulation.fits else None
+    )
     _show(say, result, space)
+    if sure is not None:
+        say.print(result_table(sure.table))
+        say.print(f"The plan found is {sure.in_words}.\n")
     show_simulation(say, result.simulation, graph, plot, trace)
     if report is not None:
         verbs.report(result, report, costs=costs, options=options, constraints=constraints)
@@ -169,7 +181,10 @@ def search(
     say_written(say, report, out)
     if as_json:
         written = {"plan": out, "plot": plot, "trace": trace, "report": report}
-        print_json({**_facts(result, space), "written": written})
+        facts = _facts(result, space)
+        if sure is not None:
+            facts["robustness"] = sure.table.to_dict()["rows"]
+        print_json({**facts, "written": written})
     if not result.simulation.fits:
         raise typer.Exit(ANSWER_IS_NO)
 

@@ -1,0 +1,102 @@
+"""How sure the choice of a plan is: shares and regrets against draws that are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import stratagem as sg
+from stratagem.searcher.report.robustness import FOUND, Robustness, robustness
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.simulation.erring_prices import PriceGroup, drawn_factors, erring
+from stratagem.simulator.simulation.simulation import simulate_plan
+
+
+@pytest.fixture(scope="module")
+def result() -> sg.SearchResult:
+    graph = gpt(num_layers=2, hidden=512, num_heads=8, vocabulary=2048, sequence=128, batch=64)
+    return sg.search(
+        graph,
+        sg.Cluster.preset("dgx-a100-superpod", num_nodes=2, devices_per_node=2),
+        training=sg.Training("bfloat16"),
+        budget=sg.Budget(200),
+        progress=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def sure(result: sg.SearchResult) -> Robustness:
+    return robustness(result, draws=60, seed=1)
+
+
+def test_every_plan_that_fits_is_compared(result, sure) -> None:
+    known = [name for name, each in result.baselines.items() if each.fits]
+    assert sure.names == (FOUND, *known)
+    assert sure.steps.shape == (60, len(sure.names))
+    steps = [result.simulation.step_time, *(result.baselines[n].step_time for n in known)]
+    assert sure.nominal == pytest.approx(steps, rel=1e-12)
+
+
+def test_steps_are_those_of_plans_whose_prices_are_off(result, sure) -> None:
+    """Simulated one by one under the same factors: each is a plan of its own with other prices."""
+    factors = drawn_factors(sure.errors, draws=60, seed=1)
+    plans = [result.plan, *(result.baselines[name].plan for name in sure.names[1:])]
+    off = []
+    for draw in range(0, 60, 12):
+        for number, plan in enumerate(plans[:6]):
+            erred, costs = erring(
+                plan, default_costs(), dict(zip(PriceGroup, factors[draw], strict=True))
+            )
+            step = simulate_plan(erred, result.graph, costs).step_time
+            off.append(sure.steps[draw, number] / step - 1.0)
+    assert np.abs(off).mean() < 0.005
+    assert np.abs(off).max() < 0.05
+
+
+def test_regret_is_over_the_best_of_a_draw(sure) -> None:
+    assert sure.regrets.min() == 0.0
+    assert (sure.regrets.min(axis=1) == 0.0).all()
+    assert sure.share_best.sum() >= 1.0
+    draw, place = np.unravel_index(sure.regrets.argmax(), sure.regrets.shape)
+    expected = sure.steps[draw, place] / sure.steps[draw].min() - 1.0
+    assert sure.regrets[draw, place] == pytest.approx(expected)
+    lost = sure.table.column("lost in the mean")
+    assert lost == sorted(lost)
+
+
+def test_the_same_seed_says_the_same_and_without_errors_the_best_is_the_best(result, sure) -> None:
+    again = robustness(result, draws=60, seed=1)
+    assert (again.steps == sure.steps).all()
+    assert (robustness(result, draws=60, seed=2).steps != sure.steps).any()
+    exact = replace(sure, steps=np.tile(sure.nominal, (3, 1)))
+    best = sure.nominal <= sure.nominal.min() * (1 + 1e-9)
+    assert (exact.share_best == best).all()
+
+
+def test_it_is_said_in_words(result, sure) -> None:
+    assert f"the best of {len(sure.names)} plans" in sure.in_words
+    assert sure.in_words in repr(sure)
+    assert sure.in_words in str(sure)
+    assert sure.in_words in sure._repr_html_()
+    assert "links between nodes" in sure.table.note
+    alone = robustness(replace(result, baselines={}), draws=2)
+    assert "no other plan that fits" in alone.in_words
+
+
+def test_what_cannot_be_drawn_is_refused(result) -> None:
+    with pytest.raises(ValueError, match="draws is 0"):
+        robustness(result, draws=0)
+    full = replace(
+        result.simulation, memory=tuple(replace(m, capacity=1) for m in result.simulation.memory)
+    )
+    with pytest.raises(ValueError, match="does not fit the memory"):
+        robustness(replace(result, simulation=full))
+
+
+def test_a_result_that_was_loaded_says_the_same(result, sure, tmp_path) -> None:
+    result.save(tmp_path / "result.json")
+    loaded = sg.SearchResult.load(tmp_path / "result.json")
+    assert (robustness(loaded, draws=60, seed=1).steps == sure.steps).all()
