@@ -1,0 +1,1 @@
+"""The project's own models, a file a library."""

@@ -1,0 +1,110 @@
+"""The benchmark over models of others says of each what became of it, whatever that is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.zoo.examples import OWN, example_of, names_in
+from benchmarks.zoo.page import page_of
+from benchmarks.zoo.runner import line_of, lines
+from benchmarks.zoo.truth import torch_step, worst_of
+
+MODELS = '''
+import os
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def small():
+    """Trains."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, (torch.randn(4, 6),), {}, functional.cross_entropy, torch.randint(3, (4,))
+
+
+class Choosing(nn.Linear):
+    def forward(self, x):
+        made = super().forward(x)
+        return made.mean() if made.sum() > 0 else made.abs().mean()
+
+
+def choosing():
+    return Choosing(6, 3), (torch.randn(4, 6),), {}, None, None
+
+
+def ending():
+    os._exit(7)
+
+
+def _helper():
+    raise AssertionError
+
+
+def with_arguments(size):
+    raise AssertionError
+
+
+def too_little():
+    return nn.Linear(2, 2)
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MODELS)
+    return path
+
+
+@pytest.mark.slow
+def test_every_model_is_a_line_whatever_becomes_of_it(file: Path) -> None:
+    names = names_in(file)
+    assert names == ["small", "choosing", "ending", "too_little"]
+    found = list(lines([(file, name) for name in names], seconds=300, jobs=1))
+    small, choosing, ending, too_little = found
+    assert small["model"] == "mine.small"
+    assert all(small[key] for key in ("captured", "searched", "executed_equal")), small
+    assert (small["parameters"], small["flops_ratio"], small["generic"]) == (True, 1.0, 0.0)
+    assert small["error"] == ""
+    for line in found[1:]:
+        assert not any(line[key] for key in ("captured", "searched", "executed_equal"))
+    assert "depends on the values of a tensor at" in choosing["error"]
+    assert ending["error"].startswith("crash: the process ended with 7")
+    assert "it must return a tuple of 5" in too_little["error"]
+    page = page_of("\n".join(map(json.dumps, found)))
+    assert "Of 4 models 1 are captured, 1 searched and 1 executed equal; 1 end" in page
+    assert "**mine.choosing**: ValueError: capture of 'Choosing'" in page
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_too_long_is_a_line(file: Path) -> None:
+    line = line_of(file, "small", seconds=0.2)
+    assert line["error"] == "crash: not done after 0.2 s"
+    assert not line["captured"]
+
+
+def test_a_plan_that_trains_something_else_is_found(file: Path) -> None:
+    """The step of a model whose weights are doubled is not that of the model."""
+    example = example_of(file, "small")
+    truth = torch_step(example)
+    name, error, allowed = worst_of(truth, example, truth)
+    assert error <= allowed
+    with torch.no_grad():
+        example.model[0].weight.mul_(2)
+    other = torch_step(example)
+    name, error, allowed = worst_of(other, example_of(file, "small"), truth)
+    assert error > 100 * allowed, name
+
+
+def test_the_project_has_models_of_every_library() -> None:
+    """The files are read, not run: their libraries need not be there."""
+    counts = {path.stem: len(names_in(path)) for path in OWN}
+    assert sum(counts.values()) >= 80
+    assert counts.keys() == {
+        "adapters", "beyond_text", "diffusion", "plain", "texts", "timm_models", "vision",
+    }  # fmt: skip
