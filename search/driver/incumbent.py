@@ -39,7 +39,7 @@ class Incumbent:
 
         One that only leaves too little memory free counts as one that does not fit.
         """
-        if self._constraints.breaks(simulation) or not self._is_option(simulation.plan):
+        if not self._may_be(simulation):
             return False
         lacking = self._constraints.without_room(simulation)
         taken = simulation if lacking is None else lacking
@@ -48,6 +48,17 @@ class Incumbent:
         if taken.fits:
             self._extend_front(taken)
         return lacking is None
+
+    def admits(self, simulation: Simulation) -> bool:
+        """Whether a plan fits, and the constraints allow it."""
+        return (
+            simulation.fits
+            and self._may_be(simulation)
+            and self._constraints.without_room(simulation) is None
+        )
+
+    def _may_be(self, simulation: Simulation) -> bool:
+        return not self._constraints.breaks(simulation) and self._is_option(simulation.plan)
 
     def _is_option(self, plan: Plan) -> bool:
         """Whether a plan trains as others do, and only does what the options allow."""

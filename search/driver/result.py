@@ -23,6 +23,7 @@ from stratagem.searcher.driver.saved_result import (
     read_seconds,
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
+from stratagem.searcher.improvement.simpler_plans import variety
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -133,6 +134,7 @@ class SearchResult(SavedValue):
         stop_reason: why the search ended.
         evaluations: plans that chains decided on.
         seconds: wall time of the search.
+        fastest: where the simplest plan was asked for and is another one, the fastest; else None.
     """
 
     FILE: ClassVar[str] = "search result"
@@ -151,6 +153,7 @@ class SearchResult(SavedValue):
     stop_reason: StopReason
     evaluations: int
     seconds: float
+    fastest: Simulation | None = None
 
     def to_json(self) -> str:
         """The text of the file of a search: all of the above, baselines in brief."""
@@ -169,6 +172,7 @@ class SearchResult(SavedValue):
             stop_reason=self.stop_reason.name.lower(),
             evaluations=self.evaluations,
             seconds=self.seconds,
+            fastest=None if self.fastest is None else self.fastest.kept(brief=True),
         )
         return encode({**RESULT_FORM.head, "result": kept})
 
@@ -205,7 +209,8 @@ class SearchResult(SavedValue):
     @property
     def rows(self) -> list[tuple[str, float, int, bool]]:
         """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
-        found = {"found plan": self.simulation, **self.baselines}
+        fastest = {} if self.fastest is None else {"fastest plan": self.fastest}
+        found = {"found plan": self.simulation, **fastest, **self.baselines}
         return [(name, s.step_time, s.peak_memory, s.fits) for name, s in found.items()]
 
     @property
@@ -311,8 +316,29 @@ class SearchResult(SavedValue):
         vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
-            f"{self.stop_reason.value}.{self._caveat}" + (f" {vain}." if vain else "")
+            f"{self._of_fastest}{self.stop_reason.value}.{self._caveat}"
+            + (f" {vain}." if vain else "")
         )
+
+    @property
+    def simplicity(self) -> str:
+        """How alike the plan treats like layers, and what that costs, in a sentence."""
+        more, fastest = variety(self.plan, self.graph), self.fastest
+        words = "like layers are treated alike"
+        if more:
+            words = f"like layers are treated in {more} way{'s' * (more > 1)} more than one"
+        if fastest is None:
+            return words
+        costs = self.simulation.step_time / fastest.step_time - 1
+        return (
+            f"{words}; the fastest plan has {variety(fastest.plan, self.graph)} more and takes "
+            f"{format_duration(fastest.step_time)}, {100 * costs / (1 + costs):.1f} % less"
+        )
+
+    @property
+    def _of_fastest(self) -> str:
+        """Which plan the search ended with, where that is another one."""
+        return "" if self.fastest is None else f"{self.simplicity}; of the fastest, "
 
     @property
     def _caveat(self) -> str:
@@ -351,6 +377,7 @@ class _KeptResult:
     stop_reason: str
     evaluations: int
     seconds: float
+    fastest: KeptSimulation | None = None
 
 
 @dataclass(frozen=True)
@@ -386,4 +413,5 @@ def _read(kept: _KeptResult) -> SearchResult:
         stop_reason=StopReason[kept.stop_reason.upper()],
         evaluations=kept.evaluations,
         seconds=kept.seconds,
+        fastest=None if kept.fastest is None else Simulation.from_kept(kept.fastest),
     )

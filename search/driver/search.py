@@ -9,11 +9,13 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
+from stratagem.searcher.improvement.simpler_plans import simplest
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, digest
@@ -25,13 +27,18 @@ from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.substitutions import Rewritten
+from stratagem.simulator.graph.substitutions import Rewritten, Substituted
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Prediction
+from stratagem.simulator.simulation.simulation import Simulation
 
+PREFERENCES = ("fastest", "simplest")
+"""Plans that a search may be asked for."""
+MOST_SIMPLER, SIMPLER_OPERATORS = 64, 30_000
+"""Simpler plans that are simulated: so many, or fewer of a larger model."""
 QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 """Methods of the literature that every search is compared with unless told."""
 
@@ -56,6 +63,7 @@ def search(
     checkpoint: Path | None = None,
     num_threads: int | None = None,
     num_rewritten: int = 0,
+    prefer: str = "fastest",
     progress: ProgressReport | None = None,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
@@ -110,6 +118,8 @@ def search(
         num_rewritten: how many graphs that compute the same are searched as well, those that
             algebraic substitutions make best of (see `graph_rewrites`); evaluations and seconds of
             the budget are shared.
+        prefer: ``"fastest"``, or ``"simplest"``: of the plans that a prediction cannot tell from
+            the fastest, the one that treats like layers most alike (see `simpler_plans`).
         progress: called often with a `Progress`.
 
     Returns:
@@ -123,6 +133,8 @@ def search(
         KeyboardInterrupt: it was interrupted before it knew any plan.
     """
     _check_counts(num_skeletons, num_bounded, zero_stages)
+    if prefer not in PREFERENCES:
+        raise unknown("preference", prefer, PREFERENCES)
     spend, base = budget or Budget(), _training(training, start)
     begin = time.monotonic()
     if isinstance(schedule, str):
@@ -148,6 +160,7 @@ def search(
                 start=start if not each.steps else None,
                 checkpoint=checkpoint if not each.steps else None,
                 num_threads=num_threads,
+                prefer=prefer,
                 progress=progress or (lambda _: None),
             )
         except KeyboardInterrupt:
@@ -223,14 +236,16 @@ def _joined(
     left_out: Mapping[str, str],
 ) -> SearchResult:
     """The best of searches on graphs that compute the same, as many as there was time for."""
-    best = min(range(len(parts)), key=lambda k: (rank(parts[k].simulation), k))
+    best = min(range(len(parts)), key=lambda k: (rank(parts[k].fastest or parts[k].simulation), k))
     steps, winner = graphs[best].steps, parts[best]
-    plan = replace(winner.plan, substitutions=steps) if steps else winner.plan
+    simulation = _rewritten_by(winner.simulation, steps)
+    fastest = winner.fastest and _rewritten_by(winner.fastest, steps)
     return replace(
         winner,
         graph=graph,
-        plan=plan,
-        simulation=replace(winner.simulation, plan=plan),
+        plan=simulation.plan,
+        simulation=simulation,
+        fastest=fastest,
         baselines=parts[0].baselines,
         bound=_least([part.bound for part in parts], len(graphs)),
         listed_bound=_least([part.listed_bound for part in parts], len(graphs)),
@@ -241,6 +256,13 @@ def _joined(
         evaluations=sum(part.evaluations for part in parts),
         seconds=sum(part.seconds for part in parts),
     )
+
+
+def _rewritten_by(simulation: Simulation, steps: Sequence[Substituted]) -> Simulation:
+    """A plan for the graph that these substitutions make, as one for the model's own."""
+    if not steps:
+        return simulation
+    return replace(simulation, plan=replace(simulation.plan, substitutions=tuple(steps)))
 
 
 def _least(bounds: Sequence[float | None], count: int) -> float | None:
@@ -262,6 +284,7 @@ def _search_graph(
     start: Plan | None,
     checkpoint: Path | None,
     num_threads: int | None,
+    prefer: str,
     progress: ProgressReport,
 ) -> SearchResult:
     """`search` on one graph."""
@@ -302,18 +325,13 @@ def _search_graph(
         raise KeyboardInterrupt
     if best is None:
         raise ValueError(_no_plan(run, wishes))
-    plan = replace(
-        best.plan,
-        name=f"{graph.name} on {cluster.name}",
-        seed=seed,
-        prediction=Prediction(
-            best.step_time, tuple(stage.peak for stage in best.memory), best.fits
-        ),
-    )
+    given = best
+    if prefer == "simplest" and reason is not StopReason.INTERRUPTED:
+        given = _simplest(run, best)
     return SearchResult(
         graph=graph,
-        plan=plan,
-        simulation=replace(best, plan=plan),
+        plan=(named := _named(given, graph, seed)).plan,
+        simulation=named,
         baselines=run.baselines,
         bound=bound if best.fits else None,
         listed_bound=listed if best.fits else None,
@@ -325,6 +343,35 @@ def _search_graph(
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
+        fastest=None if given is best else _named(best, graph, seed),
+    )
+
+
+def _named(found: Simulation, graph: OperatorGraph, seed: int) -> Simulation:
+    """What a search found, its plan with a name and its prediction in it."""
+    peaks = tuple(stage.peak for stage in found.memory)
+    plan = replace(
+        found.plan,
+        name=f"{graph.name} on {found.plan.cluster.name}",
+        seed=seed,
+        prediction=Prediction(found.step_time, peaks, found.fits),
+    )
+    return replace(found, plan=plan)
+
+
+def _simplest(run: SearchCourse, fastest: Simulation) -> Simulation:
+    """The plan that treats like layers most alike, of those not told from the fastest."""
+    if not fastest.fits:
+        return fastest
+    situation = run.space.situation
+    known = [e.simulation for e in run.space.entries if e.simulation is not None]
+    return simplest(
+        fastest,
+        [*known, *run.baselines.values()],
+        situation.graph,
+        lambda plan: situation.simulate(plan, always=True),
+        run.incumbent.admits,
+        affordable(MOST_SIMPLER, SIMPLER_OPERATORS, len(situation.graph.operators)),
     )
 
 

@@ -122,7 +122,8 @@ def robustness(
         raise ValueError(f"draws is {draws}; draw errors at least once")
     if not result.simulation.fits:
         raise ValueError("the plan found does not fit the memory, so there is no choice to judge")
-    known = {name: each.plan for name, each in result.baselines.items() if each.fits}
+    others = {"fastest plan": result.fastest} if result.fastest is not None else {}
+    known = {n: each.plan for n, each in {**others, **result.baselines}.items() if each.fits}
     slopes = StepSlopes(result.graph, costs or default_costs())
     priced = [slopes.of(plan) for plan in (result.plan, *known.values())]
     nominal = np.array([step for step, _ in priced])

@@ -36,6 +36,7 @@ from stratagem.cli.shared.rich_tables import result_table, strategy_table
 from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
 from stratagem.face import verbs
 from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.search import PREFERENCES
 from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import searched_schedules
@@ -102,6 +103,13 @@ def search(
     checkpoint: Annotated[
         Path | None, typer.Option(help="file that keeps finished parts, to go on from")
     ] = None,
+    prefer: Annotated[
+        str,
+        typer.Option(
+            help="the plan wanted: fastest, or simplest of those within 5 % of it",
+            autocompletion=among(PREFERENCES),
+        ),
+    ] = "fastest",
     draws: Annotated[
         int, typer.Option(help="draw errors of the prices so often: how sure is the choice?")
     ] = 0,
@@ -164,6 +172,7 @@ def search(
         start=begun,
         checkpoint=checkpoint,
         num_rewritten=rewrite,
+        prefer=prefer,
     )
     result.plan.save(out)
     say = speaker(as_json)
@@ -194,6 +203,7 @@ def _show(say: Console, result: SearchResult, space: bool) -> None:
     say.print(
         f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
         f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
+        f"Simplicity: {result.simplicity}.\n"
     )
     if space:
         say.print(result_table(result.space_table))
@@ -210,6 +220,7 @@ def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
         **simulation_facts(result.simulation),
         "bound": result.bound,
         "gap": result.gap,
+        "simplicity": result.simplicity,
         "certificate": result.certificate,
         "tokens_per_second": result.tokens_per_second,
         "evaluations": result.evaluations,

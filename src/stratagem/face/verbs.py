@@ -65,6 +65,7 @@ def search(
     checkpoint: str | Path | None = None,
     num_threads: int | None = None,
     num_rewritten: int = 0,
+    prefer: str = "fastest",
     progress: bool = True,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and bound the best there can be.
@@ -105,6 +106,9 @@ def search(
         num_threads: chains that run at once, and processes for the rest of searches of large
             models; all cores when left out. The plan is the same.
         num_rewritten: how many graphs that compute the same are searched as well.
+        prefer: ``"fastest"``, or ``"simplest"``: of the plans within 5 % of the fastest, which no
+            prediction tells apart, the one that treats like layers most alike; the result has both
+            (`SearchResult.simplicity`, `SearchResult.fastest`).
         progress: False shows nothing.
 
     Returns:
@@ -135,6 +139,7 @@ def search(
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
             num_threads=num_threads,
             num_rewritten=num_rewritten,
+            prefer=prefer,
             progress=_shown_by(show),
         )
 

@@ -1,0 +1,156 @@
+"""Plans that treat like layers alike, against all plans of two treatments, and in a search."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+import stratagem as sg
+from stratagem.searcher.improvement.simpler_plans import (
+    TELLS_APART,
+    like_layers,
+    simplest,
+    treatments,
+    variety,
+)
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+
+LAYERS = 4
+
+
+def small(layers: int = LAYERS) -> OperatorGraph:
+    return gpt(num_layers=layers, hidden=128, num_heads=4, vocabulary=256, sequence=32, batch=16)
+
+
+def cluster(memory_gib: float | None = None) -> Cluster:
+    found = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+    if memory_gib is None:
+        return found
+    device = found.device_types[0]
+    room = replace(device, memory_gib=memory_gib + device.reserved_gib)
+    return replace(found, device_types=(room,))
+
+
+def with_zero(plan: Plan, stages: Mapping[str, int]) -> Plan:
+    """The plan with another ZeRO stage for the operators of some layers."""
+    stage = plan.stages[0]
+    choices = {
+        name: replace(choice, zero=stages[name]) if name in stages and choice.zero else choice
+        for name, choice in stage.choices.items()
+    }
+    return replace(plan, stages=(replace(stage, choices=choices),))
+
+
+def mixed(graph: OperatorGraph, zero: tuple[int, ...]) -> Plan:
+    """ZeRO-1 everywhere but in the layers, which have these stages."""
+    plan = TrainingSetup(zero=1).plan(graph, cluster())
+    (layers,) = like_layers(graph)
+    named = {name: z for layer, z in zip(layers, zero, strict=True) for name in layer}
+    return with_zero(plan, named)
+
+
+def simulated(plan: Plan, graph: OperatorGraph) -> Simulation:
+    return simulate_plan(plan, graph, RooflineCosts())
+
+
+def test_layers_are_what_repeats() -> None:
+    (layers,) = like_layers(small())
+    assert len(layers) == LAYERS
+    assert len({len(layer) for layer in layers}) == 1
+    assert not set(layers[0]) & set(layers[1])
+    assert like_layers(mlp([8, 16, 32], batch=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("zero", "more"), [((1, 1, 1, 1), 0), ((1, 1, 1, 3), 1), ((1, 3, 1, 3), 1), ((1, 2, 3, 3), 2)]
+)
+def test_variety_counts_treatments_beyond_one(zero: tuple[int, ...], more: int) -> None:
+    graph = small()
+    assert variety(mixed(graph, zero), graph) == more
+    (found,) = treatments(mixed(graph, zero), graph)
+    assert sorted(found.values()) == sorted(zero.count(z) for z in set(zero))
+
+
+def test_stages_on_meshes_of_other_axes_are_other_treatments() -> None:
+    graph = small()
+    halves = TrainingSetup(pipeline=2, microbatch=4).plan(graph, cluster())
+    assert variety(halves, graph) == 0
+    first, second = halves.stages
+    axis = second.mesh.axes[0]
+    renamed = replace(second.mesh, axes=(replace(axis, name="other"), *second.mesh.axes[1:]))
+    unlike = replace(halves, stages=(first, replace(second, mesh=renamed)))
+    assert variety(unlike, graph) == 1
+
+
+@pytest.mark.parametrize("start", [(1, 3, 1, 3), (3, 1, 1, 1), (2, 1, 3, 1)])
+def test_the_least_varied_plan_within_the_limit_is_found(start: tuple[int, ...]) -> None:
+    """Among all plans of the treatments that the fastest has."""
+    graph = small()
+    fastest = simulated(mixed(graph, start), graph)
+    limit = fastest.step_time * (1 + TELLS_APART)
+    every = [
+        simulated(mixed(graph, zero), graph)
+        for zero in itertools.product(sorted(set(start)), repeat=LAYERS)
+    ]
+    best = min(
+        (variety(each.plan, graph), each.step_time) for each in every if each.step_time <= limit
+    )
+    found = simplest(fastest, [], graph, lambda p: simulated(p, graph), lambda s: s.fits, 64)
+    assert (variety(found.plan, graph), found.step_time) == best
+
+
+def test_what_is_not_admitted_or_too_slow_is_not_taken() -> None:
+    graph = small()
+    fastest = simulated(mixed(graph, (1, 3, 1, 3)), graph)
+
+    def without_three(simulation: Simulation) -> bool:
+        layers = treatments(simulation.plan, graph)[0]
+        return all(choice.zero < 3 for each in layers for _, choice in each)
+
+    found = simplest(fastest, [], graph, lambda p: simulated(p, graph), without_three, 64)
+    assert without_three(found)
+    assert variety(found.plan, graph) == 0
+    nothing = simplest(fastest, [], graph, lambda p: simulated(p, graph), lambda _: False, 64)
+    assert nothing is fastest
+    untried = simplest(fastest, [], graph, lambda p: simulated(p, graph), lambda _: True, 0)
+    assert untried is fastest
+    slow = replace(
+        simulated(mixed(graph, (1,) * LAYERS), graph), step_time=1.1 * fastest.step_time
+    )
+    assert simplest(fastest, [slow], graph, lambda _: slow, lambda _: True, 64) is fastest
+    known = replace(slow, step_time=1.04 * fastest.step_time)
+    assert simplest(fastest, [known], graph, lambda _: slow, lambda _: True, 64) is known
+
+
+@pytest.mark.slow
+def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
+    graph = small()
+    wishes = {"training": sg.Training("bfloat16"), "budget": sg.Budget(400), "progress": False}
+    free = sg.search(graph, cluster(), baselines=(), **wishes)
+    tight = cluster(0.7 * free.simulation.peak_memory / 2**30)
+    fast = sg.search(graph, tight, **wishes)
+    plain = sg.search(graph, tight, prefer="simplest", **wishes)
+    best = plain.fastest or plain.simulation
+    assert best.step_time == fast.simulation.step_time
+    assert plain.simulation.fits
+    assert plain.simulation.step_time <= best.step_time * (1 + TELLS_APART)
+    assert variety(plain.plan, graph) <= variety(best.plan, graph)
+    assert plain.bound == fast.bound
+    assert plain.bound <= best.step_time
+    if plain.fastest is not None:
+        assert "fastest plan" in str(plain.table)
+        assert plain.simplicity in str(plain)
+    plain.save(tmp_path / "result.json")
+    loaded = sg.SearchResult.load(tmp_path / "result.json")
+    assert (loaded.simplicity, str(loaded)) == (plain.simplicity, str(plain))
+    with pytest.raises(ValueError, match="no preference 'fast'"):
+        sg.search(graph, tight, prefer="fast", **wishes)
