@@ -6,7 +6,7 @@ program of a `source` operator. Views at its end are taken off and become views 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,13 +152,8 @@ def _leaves(expression: Expression) -> list[Expression]:
     return [each for each in found.values() if each.function in ("input", "buffer")]
 
 
-def evaluate(
-    node: Node, constants: Mapping[str, torch.Tensor], changed: Collection[Node] = ()
-) -> torch.Tensor | None:
-    """The value of a constant node, computed on the CPU; None if too large or unknown.
-
-    So are values of nodes that were `changed` in place behind what made them.
-    """
+def evaluate(node: Node, constants: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The value of a constant node, computed on the CPU; None if too large or unknown."""
     values: dict[Node, Any] = {}
 
     def value(argument: Any) -> Any:
@@ -171,8 +166,6 @@ def evaluate(
     def run(each: Node) -> Any:
         if each in values:
             return values[each]
-        if each in changed:
-            raise _NoValueError
         if each.op == "placeholder":
             if each.name not in constants:
                 raise _NoValueError

@@ -2,7 +2,7 @@
 
 A plan keeps nothing between steps but parameters, which the optimizer changes, and the running
 statistics of batch norms. Whatever else a model changes in itself is refused. What it changes
-among its own results is a new value for all names of the tensor, and must be read through no view.
+among its own results is written as new values (`functional_form`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
@@ -121,54 +121,12 @@ def check_state(program: ExportedProgram, model: nn.Module, prefix: str) -> froz
 
 def storages(node: Node) -> frozenset[int]:
     """What the results of a node lie in."""
-    node = _itself(node)
+    node = itself(node)
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return frozenset(
         each.untyped_storage()._cdata for each in values if isinstance(each, torch.Tensor)
     )
-
-
-class Names:
-    """Which nodes of a graph stand for one tensor, as an operator in place changes all of them."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._place = {node: i for i, node in enumerate(graph.nodes)}
-        self._first: dict[Node, Node] = {}
-        self._in: dict[int, list[Node]] = {}
-        for node in graph.nodes:
-            targets = written(node)
-            same = targets[0] if targets else _itself(node)
-            self._first[node] = node if same is node else self._first[same]
-            for storage in storages(node):
-                self._in.setdefault(storage, []).append(node)
-
-    def changed_by(self, node: Node) -> list[Node]:
-        """The nodes before `node`, which writes, that stand for what it writes to.
-
-        Raises:
-            ValueError: something behind it reads that through a view, or it comes from outside.
-        """
-        (target, *_) = written(node)
-        now, first = self._place[node], self._first[target]
-        same: list[Node] = []
-        for other in (each for storage in storages(target) for each in self._in[storage]):
-            if self._place[other] >= now:
-                continue
-            if aten_name(node) == _DETACHES:
-                same += [other] * (self._first[other] is first)
-            elif other.op == "placeholder":
-                raise ValueError(
-                    "it changes a tensor in place within a block, such as torch.no_grad, that it "
-                    "was not made in; write it out of place"
-                )
-            elif self._first[other] is first:
-                same.append(other)
-            elif any(self._place[user] > now and _computes(user) for user in other.users):
-                raise ValueError(
-                    "it changes a tensor in place that a view shares; write it out of place"
-                )
-        return same
 
 
 def _check_statistics(nodes: Sequence[Node], given: Mapping[int, InputSpec], prefix: str) -> None:
@@ -200,16 +158,12 @@ def _at(node: Node) -> str:
     return f" at {line}" if line else ""
 
 
-def _itself(node: Node) -> Node:
+def itself(node: Node) -> Node:
     """The argument of a dropout that drops nothing: torch gives it back, and export does not."""
     if aten_name(node) not in _DROPOUTS:
         return node
     given, p, train = node.args
-    return _itself(given) if isinstance(given, Node) and not (p and train) else node
-
-
-def _computes(node: Node) -> bool:
-    return node.op != "output" and aten_name(node) not in CHECKS
+    return itself(given) if isinstance(given, Node) and not (p and train) else node
 
 
 def _all_nodes(module: GraphModule) -> Iterator[Node]:

@@ -34,9 +34,9 @@ from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.aten.patterns import RmsNorm, find_rms_norms
 from stratagem.simulator.torch_ops.aten.sources import SOURCES, expression_of
 from stratagem.simulator.torch_ops.capture.fallback import generic
+from stratagem.simulator.torch_ops.capture.functional_form import WriteError, write_functionally
 from stratagem.simulator.torch_ops.capture.in_place import (
     CHECKS,
-    Names,
     check_state,
     storages,
     written,
@@ -81,7 +81,6 @@ class Walker:
         self._constants: dict[str, torch.Tensor] = {}
         self._evaluated: dict[Node, torch.Tensor | None] = {}
         self._counters: frozenset[int] = frozenset()
-        self._changed: set[Node] = set()
 
     def graph(self) -> OperatorGraph:
         """The operator graph.
@@ -90,6 +89,10 @@ class Walker:
             ValueError: see `capture`.
         """
         self._counters = check_state(self._exported, self._model, self._prefix)
+        try:
+            write_functionally(self._exported.graph_module, self._counters)
+        except WriteError as error:
+            raise ValueError(f"{self._describe(error.node)}: {error}") from error
         nodes = {node.name: node for node in self._exported.graph.nodes}
         values: dict[Node, Any] = {}
         named = dict(self._model.named_parameters(remove_duplicate=False))
@@ -138,7 +141,7 @@ class Walker:
         )
 
     def _walk(self, module: GraphModule, values: dict[Node, Any]) -> Sequence[Any]:
-        norms, names = find_rms_norms(module.graph), Names(module.graph)
+        norms = find_rms_norms(module.graph)
         for node in module.graph.nodes:
             if node.op == "output":
                 return [look_up(each, values) for each in node.args[0]]
@@ -147,10 +150,10 @@ class Walker:
             elif node in norms and _are_tensors(norms[node], values):
                 values[node] = self._rms_norm(node, norms[node], values)
             elif node.op == "call_function":
-                values[node] = self._call(node, values, names)
+                values[node] = self._call(node, values)
         raise AssertionError("an exported graph ends in its output")
 
-    def _call(self, node: Node, values: dict[Node, Any], names: Names) -> Any:
+    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
         args = [look_up(each, values) for each in node.args]
         if node.target is operator.getitem:
             return args[0][args[1]]
@@ -166,21 +169,9 @@ class Walker:
             return None
         given = by_schema(node, args, {k: look_up(v, values) for k, v in node.kwargs.items()})
         with self._builder.scope(self._path(node)):
-            result = self._convert(
+            return self._convert(
                 node, name.removesuffix("_") if targets else name, given, values, targets
             )
-        if targets:
-            changed = self._changed_by(node, names)
-            self._changed.update(changed)
-            values.update(dict.fromkeys(changed, result))
-        return result
-
-    def _changed_by(self, node: Node, names: Names) -> list[Node]:
-        """What an operator in place changes the meaning of from here on."""
-        try:
-            return names.changed_by(node)
-        except ValueError as error:
-            raise ValueError(f"{self._describe(node)}: {error}") from error
 
     def _rms_norm(self, node: Node, norm: RmsNorm, values: dict[Node, Any]) -> DraftTensor:
         x, weight = values[norm.x], values[norm.weight]
@@ -325,7 +316,7 @@ class Walker:
         if node is None:
             return None
         if node not in self._evaluated:
-            self._evaluated[node] = evaluate(node, self._constants, self._changed)
+            self._evaluated[node] = evaluate(node, self._constants)
         return self._evaluated[node]
 
     def _buffer(self, expression: Expression) -> DraftTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.simulator.torch_ops.test_capture_truth import assert_trains_as_torch
-from tests.support.plans import Case
+from tests.support.plans import Case, seeds
 
 Forward = Callable[["Stateful", Tensor, Tensor], Tensor]
 
@@ -229,6 +230,74 @@ def normed_twice(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     return (s.norm(s.layer(x)) * s.norm(s.layer(-x).tanh()) - y).square().mean()
 
 
+def shared(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    flat = h.view(-1)
+    h.mul_(2)
+    return (flat.square() * h.flatten()).mean()
+
+
+def parts(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = torch.empty_like(y)
+    h[:, :2] = s.layer(x)[:, 1:3]
+    h[:, 2:] = s.layer(-x)[:, :4].tanh()
+    h[:, 3] += 1
+    return (h - y).square().mean()
+
+
+def every_other(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x) + 0
+    h[:, ::2] *= 3.0
+    return (h * s.layer(-x) - y).square().mean()
+
+
+def halves(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x) * 2
+    one, two = h[:, :3], h[:, 3:]
+    rows = h.view(4, 2, 6).transpose(0, 1)
+    two.copy_(one)
+    rows[1].clamp_(max=0.5)
+    two.sub_(1)
+    return (h - y).square().mean() + rows.tanh().sum() + one.mean()
+
+
+def pieces_of_a_view(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x).unflatten(-1, (2, 3))
+    first, second = h[:, 0], h.select(1, 1)
+    second.copy_(first)
+    first.narrow(-1, 1, 2).zero_()
+    h[0] = 2
+    return (h.flatten(1) - y).square().mean() + first.sin().sum()
+
+
+def labels_moved(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    labels = (y > 0).long().argmax(-1)
+    moved = labels.new_zeros(labels.shape)
+    moved[1:] = labels[:-1].clone()
+    moved[0] = 1
+    moved.masked_fill_(moved == 5, 2)
+    return functional.cross_entropy(h, moved)
+
+
+def copied_to_another_shape(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = torch.zeros(8, 2, 6)
+    h[:, 1] = s.layer(x)
+    h[:, 0].copy_(y.mean(0))
+    return (h * y[:, None]).mean()
+
+
+def within_its_own_block(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = torch.zeros(8, 6, dtype=torch.float64)
+        weights[:, 1:4] = y[:, :3].sigmoid()
+        weights[2:5].add_(0.5)
+        first, second, _ = weights.split(2, -1)
+        second.mul_(first)
+        weights.unbind(0)[1].zero_()
+    return (s.layer(x) * weights).mean()
+
+
 CAPTURED: dict[str, Forward] = {
     "in a row": in_a_row,
     "by two names": by_two_names,
@@ -239,6 +308,14 @@ CAPTURED: dict[str, Forward] = {
     "constants": constants,
     "noted": noted,
     "a batch norm twice": normed_twice,
+    "shared": shared,
+    "parts": parts,
+    "every other": every_other,
+    "halves": halves,
+    "pieces of a view": pieces_of_a_view,
+    "labels moved": labels_moved,
+    "copied to another shape": copied_to_another_shape,
+    "within its own block": within_its_own_block,
 }
 
 
@@ -248,13 +325,6 @@ def test_what_changes_among_results_is_captured(name: str) -> None:
     assert_trains_as_torch(case_of(CAPTURED[name]))
 
 
-def shared(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
-    h = s.layer(x)
-    flat = h.view(-1)
-    h.mul_(2)
-    return flat.square().mean()
-
-
 def within_a_block(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     h = s.layer(x)
     with torch.no_grad():
@@ -262,16 +332,81 @@ def within_a_block(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
     return h.square().mean()
 
 
+def without_a_gradient(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x)
+    h.detach()[:, 1:].mul_(2)
+    return h.square().mean()
+
+
+def along_a_diagonal(s: Stateful, x: Tensor, y: Tensor) -> Tensor:
+    h = s.layer(x) + 0
+    h.diagonal().mul_(2)
+    return h.square().mean()
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (shared, "changes a tensor in place that a view shares"),
+        (without_a_gradient, "shares memory with one that is changed in place"),
+        (along_a_diagonal, "shares memory with one that is changed in place"),
         (within_a_block, "in place within a block, such as torch.no_grad"),
     ],
 )
 def test_changes_that_another_name_sees_are_refused(forward: Forward, message: str) -> None:
     with pytest.raises(ValueError, match=rf"test_capture_state\.py:\d+ .*{message}"):
         case_of(forward)
+
+
+class Written(nn.Module):
+    """Views and changes in place, drawn at random."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer, self.seed = nn.Linear(5, 24).double(), seed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rng = random.Random(self.seed)
+        h = self.layer(x)
+        views = [h * 1]
+        for _ in range(rng.randint(4, 12)):
+            if rng.random() < 0.5:
+                views.append(self._view(rng, rng.choice(views)))
+            else:
+                self._change(rng, rng.choice(views), rng.choice(views))
+        seen = [(v.sin() * (i + 1)).sum() for i, v in enumerate(views)]
+        return (h.square().mean() + sum(seen)) / y.sum()
+
+    def _view(self, rng: random.Random, v: Tensor) -> Tensor:
+        dim = rng.randrange(v.dim())
+        size = v.shape[dim]
+        start = rng.randrange(size)
+        made = [
+            lambda: v.narrow(dim, start, rng.randint(1, size - start)),
+            lambda: v.transpose(dim, rng.randrange(v.dim())),
+            lambda: v.unsqueeze(dim),
+            lambda: v.select(dim, start) if v.dim() > 2 else v,
+            lambda: v.flatten(1) if v.is_contiguous() else v.permute(*range(v.dim())[::-1]),
+            lambda: v.unflatten(dim, (2, -1)) if size % 2 == 0 else v.view_as(v),
+        ]
+        return rng.choice(made)()
+
+    def _change(self, rng: random.Random, v: Tensor, other: Tensor) -> None:
+        changes = [
+            lambda: v.mul_(1.5),
+            lambda: v.add_(other.mean()),
+            lambda: v.copy_(other.clone()) if other.shape == v.shape else v.neg_(),
+            lambda: v.fill_(0.5) if v.numel() < 60 else v.sub_(0.5),
+            lambda: v.zero_() if v.numel() < 60 else v.add_(1),
+        ]
+        rng.choice(changes)()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *seeds(range(4, 60), 4)])
+def test_changes_drawn_at_random_are_captured(seed: int) -> None:
+    model = Written(seed)
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(4, 5).double(), "y": torch.rand(4, 2).double() + 1}
+    assert_trains_as_torch(Case(model, batch, capture(model, (), batch)))
 
 
 def test_capture_leaves_the_model_as_it_was() -> None:
