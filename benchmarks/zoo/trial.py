@@ -26,6 +26,7 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.operators.kinds.generics import is_generic
 from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.step_programs import DRAWING
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from tests.support.plans import Case, drawing, make_plan, mesh_of
@@ -160,7 +161,7 @@ def _alone(plan: Plan, graph: OperatorGraph) -> Plan:
 def _draws(operator: Operator) -> bool:
     steps = operator.attributes.get("steps", ())
     dropped = operator.attributes.get("dropout")
-    return bool(dropped) or any(function == "dropout" for function, _ in steps)
+    return bool(dropped) or any(function in DRAWING for function, _ in steps)
 
 
 torch.set_num_threads(1)

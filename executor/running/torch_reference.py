@@ -36,6 +36,7 @@ from stratagem.simulator.operators.kinds.norms import LOCAL
 from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.operators.sliding_windows import shard_bounds
+from stratagem.simulator.operators.step_programs import DRAWING
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
@@ -125,7 +126,7 @@ def reference_of(plan: Plan, planned: OperatorGraph) -> Reference:
     norms = [operator for operator in planned.operators if takes_statistics(operator)]
     parts = plan.num_microbatches if norms else 1
     devices = _devices_apart(plan, norms)
-    if any(map(_drops_out, planned.operators)):
+    if any(map(_draws, planned.operators)):
         if devices > 1:
             raise ValueError(
                 f"plan {plan.name!r} has dropout, and batch norms with the statistics of each "
@@ -317,10 +318,10 @@ class _OneDevice:
         )
 
 
-def _drops_out(operator: Operator) -> bool:
+def _draws(operator: Operator) -> bool:
     steps = operator.attributes.get("steps", ())
-    drops = any(function == "dropout" for function, _ in steps)
-    return drops or bool(operator.attributes.get("dropout"))
+    draws = any(function in DRAWING for function, _ in steps)
+    return draws or bool(operator.attributes.get("dropout"))
 
 
 # -- both ---------------------------------------------------------------------------------------

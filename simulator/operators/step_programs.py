@@ -33,6 +33,7 @@ STEP_FUNCTIONS: dict[str, str] = {
     "pow": "pow(a, b): a to the power of b; either may be a number",
     "neg": "neg(x): -x",
     "abs": "abs(x): |x|",
+    "floor": "floor(x): the largest whole number that is not above x",
     "exp": "exp(x)",
     "log": "log(x): natural logarithm",
     "log1p": "log1p(x): log(1 + x)",
@@ -67,11 +68,16 @@ STEP_FUNCTIONS: dict[str, str] = {
     "cast": "cast(x, dtype): x in another dtype",
     "dropout": "dropout(x, p, shared): zero with probability p, else x / (1 - p); elements that "
     "differ in the last `shared` dims only, 0 if left out, are dropped together",
+    "uniform": "uniform(x): numbers between 0 and 1, drawn in the place of each of x",
+    "normal": "normal(x): normally distributed numbers, drawn in the place of each of x",
 }
 """Functions of an elementwise chain (`attributes["steps"]` of kind ``elementwise``)."""
 
+DRAWING = frozenset({"dropout", "uniform", "normal"})
+"""Those that draw random numbers: each is a function of its place in the whole batch."""
+
 SOURCE_FUNCTIONS: dict[str, str] = {
-    **{name: text for name, text in STEP_FUNCTIONS.items() if name != "dropout"},
+    **{name: text for name, text in STEP_FUNCTIONS.items() if name not in DRAWING},
     "arange": "arange(start, stop, step, dtype): evenly spaced numbers, stop excluded",
     "full": "full(shape, value, dtype): one number everywhere",
     "tensor": "tensor(nested_list, dtype): a constant",

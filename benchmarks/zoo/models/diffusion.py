@@ -50,7 +50,7 @@ def unet_1d() -> Made:
     """Signals."""
     model = diffusers.UNet1DModel(
         sample_size=32, in_channels=2, out_channels=2, block_out_channels=(32, 64),
-        extra_in_channels=16, down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
+        extra_in_channels=64, down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
         up_block_types=("UpBlock1D", "UpBlock1DNoSkip"), layers_per_block=1,
         mid_block_type="UNetMidBlock1D",
     )  # fmt: skip

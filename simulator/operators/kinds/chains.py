@@ -28,11 +28,11 @@ from stratagem.simulator.operators.kinds.traffic import (
 )
 from stratagem.simulator.operators.operator import SOURCE_KIND, Operator
 from stratagem.simulator.operators.saved_tensors import SAVED_RESULTS, SavedBySteps, SavedTensors
-from stratagem.simulator.operators.step_programs import is_reference, references
+from stratagem.simulator.operators.step_programs import DRAWING, is_reference, references
 
 Sizes = Mapping[str, int]
 
-ACTIVATIONS = frozenset({"gelu", "silu", "sigmoid", "tanh", "erf", "exp", "softplus", "dropout"})
+ACTIVATIONS = frozenset({"gelu", "silu", "sigmoid", "tanh", "erf", "exp", "softplus"}) | DRAWING
 """Steps that compute so much for each scalar that an elementwise chain slows down."""
 
 _FREE = frozenset({"alias"})

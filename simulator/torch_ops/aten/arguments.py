@@ -30,9 +30,11 @@ SHAPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("view", "_unsafe_view", "expand"), ("size",)),
     **dict.fromkeys(("view_as", "reshape_as", "expand_as"), ("other",)),
     **dict.fromkeys(("squeeze", "unsqueeze"), ("dim",)),
-    **dict.fromkeys(("ones_like", "zeros_like", "full_like"), ("self",)),
-    **dict.fromkeys(("ones", "zeros", "full"), ("size",)),
-    **dict.fromkeys(("new_ones", "new_zeros", "new_full"), ("self", "size")),
+    **dict.fromkeys(("ones_like", "zeros_like", "full_like", "empty_like"), ("self",)),
+    **dict.fromkeys(("ones", "zeros", "full", "empty", "rand", "randn"), ("size",)),
+    **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), ("self", "size")),
+    **dict.fromkeys(("rand_like", "randn_like", "uniform", "normal_functional"), ("self",)),
+    "bernoulli": ("self",),
     "reshape": ("shape",),
     "split": ("split_size",),
     "chunk": ("chunks",),
@@ -46,8 +48,10 @@ SHAPE_SAYS: dict[str, tuple[str, ...]] = {
 DTYPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("view", "to", "_to_copy", "type_as"), ("dtype", "other")),
     **dict.fromkeys(("sum", "mean", "softmax", "cumsum", "arange", "scalar_tensor"), ("dtype",)),
-    **dict.fromkeys(("ones_like", "zeros_like", "full_like"), ("dtype",)),
-    **dict.fromkeys(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full"), ("dtype",)),
+    **dict.fromkeys(("ones_like", "zeros_like", "full_like", "empty_like"), ("dtype",)),
+    **dict.fromkeys(("ones", "zeros", "full", "empty"), ("dtype",)),
+    **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), ("dtype",)),
+    **dict.fromkeys(("rand", "randn", "rand_like", "randn_like"), ("dtype",)),
     "_softmax": ("half_to_float",),
 }
 """aten name → arguments that the dtype of the result says as well, which is checked."""

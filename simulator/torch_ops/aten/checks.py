@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor
-from stratagem.simulator.operators.step_programs import STEP_FUNCTIONS, Steps
+from stratagem.simulator.operators.step_programs import DRAWING, STEP_FUNCTIONS, Steps
 from stratagem.simulator.torch_ops.aten.arguments import Given
 from stratagem.simulator.torch_ops.aten.expressions import Expression
 from stratagem.simulator.torch_ops.aten.pointwise import Term
@@ -39,7 +39,7 @@ def kind_of_steps(steps: Steps, operands: Sequence[DraftTensor]) -> Kind:
             )
     with torch.device("meta"):
         given = {("in", i): _empty(each) for i, each in enumerate(operands)}
-        made = run_steps(steps, {**STEP_KERNELS, "dropout": lambda x, *_: x}, given)
+        made = run_steps(steps, {**STEP_KERNELS, **dict.fromkeys(DRAWING, lambda x, *_: x)}, given)
     return tuple(made.shape), dtype_name(made.dtype)
 
 

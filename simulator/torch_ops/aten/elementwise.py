@@ -1,4 +1,4 @@
-"""aten operators that become elementwise chains, and losses."""
+"""aten operators that become elementwise chains: functions, losses, random draws."""
 
 from __future__ import annotations
 
@@ -124,6 +124,53 @@ def _copy(call: AtenCall) -> Any:
     return call.given("self")
 
 
+# -- random numbers -----------------------------------------------------------------------------
+# Chains over a constant, one number for each of its places. Torch numbers the elements that a
+# device happens to have; a plan numbers those of the whole batch: every sharding draws the same.
+
+_DRAWN: list[Any] = ["step", 0]
+
+
+def _made(call: AtenCall, function: str, *steps: Any) -> DraftTensor:
+    """Numbers drawn in the shape of the result, and what is computed with them."""
+    constant = Expression("full", (list(call.shape), 1.0, call.dtype), call.shape, call.dtype)
+    program: Steps = [[function, [["in", 0]]], *steps]
+    places = call.handle(constant)
+    label = call.label(call.operator)
+    return call.builder.elementwise([places], program, call.dtype, name=label, detached=True)
+
+
+def _plain(function: str) -> Callable[[AtenCall], DraftTensor]:
+    return lambda call: _made(call, function)
+
+
+def _between(call: AtenCall) -> DraftTensor:
+    low, high = call.given("from"), call.given("to")
+    steps = [["mul", [_DRAWN, high - low]], ["add", [["step", 1], low]]]
+    return _made(call, "uniform", *steps)
+
+
+def _scaled(call: AtenCall) -> DraftTensor:
+    mean, deviation = call.given("mean"), call.given("std")
+    steps = [["mul", [_DRAWN, deviation]], ["add", [["step", 1], mean]]]
+    return _made(call, "normal", *steps)
+
+
+def _coins(call: AtenCall) -> DraftTensor:
+    """1 with a probability, which is one number, or one for each place."""
+    if "p" in call.arguments:
+        steps = [["lt", [_DRAWN, call.given("p")]], ["cast", [["step", 1], call.dtype]]]
+        return _made(call, "uniform", *steps)
+    x = call.tensor("self")
+    program: Steps = [
+        ["uniform", [["in", 0]]],
+        ["lt", [_DRAWN, ["in", 0]]],
+        ["cast", [["step", 1], call.dtype]],
+    ]
+    label = call.label("bernoulli")
+    return call.builder.elementwise([x], program, call.dtype, name=label, detached=True)
+
+
 ELEMENTWISE_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     **{name: ReadingFunction(_pointwise, term.names) for name, term in POINTWISE.items()},
     **dict.fromkeys(("clone", "lift_fresh_copy"), reads("self")(_copy)),
@@ -135,5 +182,12 @@ ELEMENTWISE_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
         "self", "target", "weight", "reduction", "ignore_index", "label_smoothing"
     )(_cross_entropy),
     "mse_loss": reads("self", "target", "reduction")(_mse_loss),
+    "rand": reads()(_plain("uniform")),
+    "rand_like": reads()(_plain("uniform")),
+    "randn": reads()(_plain("normal")),
+    "randn_like": reads()(_plain("normal")),
+    "uniform": reads("from", "to")(_between),
+    "normal_functional": reads("mean", "std")(_scaled),
+    "bernoulli": reads("self", "p")(_coins),
 }
 """aten name → handler, and which arguments it reads."""

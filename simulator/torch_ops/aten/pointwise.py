@@ -98,6 +98,7 @@ def _addcmul(a: Arguments) -> Term:
 _SAME_NAME = [
     "neg",
     "abs",
+    "floor",
     "exp",
     "log",
     "log1p",

@@ -148,6 +148,13 @@ _ALIASES = [
 ]
 _CASTS = ["to", "_to_copy", "type_as"]
 
+EMPTY = ("empty", "empty_like", "new_empty")
+"""They may hold anything, so 0 too."""
+
+_FILLED = ("ones", "zeros", "full", "empty")
+LIKE = frozenset([*(f"{each}_like" for each in _FILLED), *(f"new_{each}" for each in _FILLED)])
+"""Those that read the shape and dtype of a tensor, and not its numbers."""
+
 SOURCES: dict[str, Sourced] = {
     **{name: _pointwise(each) for name, each in POINTWISE.items()},
     **dict.fromkeys(_VIEWS, _view),
@@ -165,7 +172,7 @@ SOURCES: dict[str, Sourced] = {
     "new_full": _full(None),
     "scalar_tensor": _SCALAR,
     **{name: _full(1) for name in ("ones", "ones_like", "new_ones")},
-    **{name: _full(0) for name in ("zeros", "zeros_like", "new_zeros")},
+    **{name: _full(0) for name in ("zeros", "zeros_like", "new_zeros", *EMPTY)},
     "matmul": _plain("matmul", "self", "other"),
     "select": _plain("select", "self", "dim", "index"),
     "slice": _slice,

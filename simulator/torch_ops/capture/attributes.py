@@ -7,7 +7,8 @@ size of the last batch, or a tensor that is read behind where it was put, change
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,26 @@ def put_back(model: nn.Module, before: Kept) -> None:
             del own[name]
         elif not isinstance(value, torch.Tensor):
             own[name] = value
+
+
+@contextmanager
+def hooks_kept(model: nn.Module) -> Iterator[None]:
+    """Behind it, modules have the hooks again that they had before.
+
+    A model that hooks itself at its first call would do so twice: it is made to forget that call.
+    """
+    before = [
+        (hooks, dict(hooks))
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if name.startswith("_") and "_hooks" in name and isinstance(hooks, dict)
+    ]
+    try:
+        yield
+    finally:
+        for hooks, had in before:
+            hooks.clear()
+            hooks.update(had)
 
 
 def words_changed(before: Kept, after: Kept) -> list[str]:

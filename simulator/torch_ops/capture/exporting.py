@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from stratagem.simulator.torch_ops.capture.attributes import (
     Kept,
+    hooks_kept,
     kept,
     put_back,
     tensors_lost,
@@ -57,6 +58,13 @@ def export(
             or what is counted.
     """
     _check_norms(model, name, prefix)
+    with hooks_kept(model):
+        return _exported(model, given, name, prefix)
+
+
+def _exported(
+    model: nn.Module, given: Mapping[str, Any], name: str, prefix: str
+) -> ExportedProgram:
     program, before, after = _traced(model, given, name)
     for key in tensors_lost(before, after, program.constants):
         raise ValueError(
@@ -133,6 +141,12 @@ class _Refusing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _scalars(made: Any) -> tuple[torch.Tensor, ...]:
+    """The numbers that a model returns, of which one is its loss: export knows not all else."""
+    leaves = (each for each in pytree.tree_leaves(made) if isinstance(each, torch.Tensor))
+    return tuple(each for each in leaves if each.dim() == 0 and each.is_floating_point())
+
+
 _DATA = inspect.getattr_static(torch.Tensor, "data").__get__
 
 
@@ -147,7 +161,7 @@ def _watched(model: nn.Module, after: Kept) -> Iterator[None]:
         with _Refusing():
             made = forward(*args, **kwargs)
         after.update(kept(model))
-        return made
+        return _scalars(made) or made
 
     vars(model)["forward"] = watched
     try:

@@ -30,6 +30,12 @@ _aten = torch.ops.aten
 _DETACHES = "detach_"
 """It changes a tensor without changing its values: others see nothing of it."""
 
+_RENAMED = {
+    "bernoulli_": (_aten.bernoulli.p, ("p",)),
+    "normal_": (_aten.normal_functional.default, ("mean", "std")),
+}
+"""What draws the same numbers, and is called by another name; and the arguments of both."""
+
 _UNKNOWN = (
     "it reads a tensor that shares memory with one that is changed in place, and cannot be "
     "followed to it; write the change out of place"
@@ -222,6 +228,11 @@ def _out_of_place(node: Node, now: Node, write: NodeWriter) -> Node:
     if name == "fill_":
         value = given["value"]
         return _as(now, value, write) if isinstance(value, Node) else write.constant(now, value)
+    if name == "bernoulli_" and isinstance(given["p"], Node):
+        return _as(now, write.call(_aten.bernoulli.default, given["p"]), write)
+    if name in _RENAMED:
+        other, numbers = _RENAMED[name]
+        return write.call(other, now, *(given[each] for each in numbers))
     target: Any = node.target
     overload = target._schema.overload_name or "default"
     plain = getattr(getattr(_aten, name.removesuffix("_"), None), overload, None)

@@ -32,7 +32,7 @@ from stratagem.simulator.torch_ops.aten.checks import (
 from stratagem.simulator.torch_ops.aten.expressions import Expression, Sources, evaluate
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.aten.patterns import RmsNorm, find_rms_norms
-from stratagem.simulator.torch_ops.aten.sources import SOURCES, expression_of
+from stratagem.simulator.torch_ops.aten.sources import LIKE, SOURCES, expression_of
 from stratagem.simulator.torch_ops.capture.fallback import generic
 from stratagem.simulator.torch_ops.capture.functional_form import WriteError, write_functionally
 from stratagem.simulator.torch_ops.capture.in_place import (
@@ -72,6 +72,8 @@ class Walker:
     ) -> None:
         self._exported = exported
         self._model = model
+        # A model that hands calls on may name modules from where it hands them to.
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._prefix = prefix
         self._batch = batch
         self._fallback = fallback
@@ -260,7 +262,7 @@ class Walker:
         if any(isinstance(each, Program) for each in flat(given.everything())):
             raise ValueError(f"aten.{name} of what no operator can hand on is not supported")
         tensors = [x for x in flat(given.everything()) if isinstance(x, (DraftTensor, Expression))]
-        is_source = all(map(_is_source, tensors))
+        is_source = name in LIKE or all(map(_is_source, tensors))
         shape, dtype = shape_and_dtype(node)
         if name in SOURCES and is_source and not _is_random(name, given):
             source = SOURCES[name]
@@ -328,10 +330,8 @@ class Walker:
         return f"{_full_path(node)}.".removeprefix(self._prefix).removesuffix(".")
 
     def _is_leaf(self, node: Node) -> bool:
-        if not self._path(node):
-            return False
-        module = self._model.get_submodule(_full_path(node))
-        return next(module.children(), None) is None
+        module = self._modules.get(_full_path(node)) if self._path(node) else None
+        return module is not None and next(module.children(), None) is None
 
     def _describe(self, node: Node) -> str:
         shapes = [tuple(x.meta["val"].shape) for x in node.all_input_nodes if _has_shape(x)]

@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from stratagem.simulator.operators.operator import Operator, shape_of
-from stratagem.simulator.operators.step_programs import inputs_of, is_reference
-from stratagem.simulator.torch_ops.kernels.dropout import dropout, step_masks
+from stratagem.simulator.operators.step_programs import DRAWING, inputs_of, is_reference
+from stratagem.simulator.torch_ops.kernels.dropout import (
+    dropout,
+    is_dropped,
+    normal,
+    step_words,
+    uniform,
+)
 from stratagem.simulator.torch_ops.kernels.shards import Run, Shards, Tensors, aligned, is_unlike
 
 Function = Callable[..., Any]
@@ -59,6 +65,7 @@ STEP_KERNELS: dict[str, Function] = {
     "pow": python.pow,
     "neg": torch.neg,
     "abs": torch.abs,
+    "floor": torch.floor,
     "exp": torch.exp,
     "log": torch.log,
     "log1p": torch.log1p,
@@ -146,19 +153,18 @@ def elementwise(operator: Operator, shards: Shards) -> Run:
     layouts = [read.layout for read in operator.inputs]
     layouts += [weight.layout for weight in operator.weights]
     unlike = [(n, layout) for n, layout in enumerate(layouts) if is_unlike(layout, target)]
-    drops = any(function == "dropout" for function, _ in steps)
-    compiled = None if drops else compile_steps(steps, STEP_KERNELS, count, len(layouts))
+    draws = any(function in DRAWING for function, _ in steps)
+    compiled = None if draws else compile_steps(steps, STEP_KERNELS, count, len(layouts))
 
     def run(inputs: Tensors, weights: Tensors) -> Tensor:
         given = [*inputs, *weights]
         for n, layout in unlike:
             given[n] = aligned(given[n], layout, target, sizes)
-        made = dropping(given) if compiled is None else compiled(given)
+        made = drawing(given) if compiled is None else compiled(given)
         return made if made.shape == shape else made.expand(shape)
 
-    def dropping(given: list[Tensor]) -> Tensor:
-        masks = step_masks(operator, shards, given[0].device)
-        kernels = {**STEP_KERNELS, "dropout": _dropping(masks)}
+    def drawing(given: list[Tensor]) -> Tensor:
+        kernels = {**STEP_KERNELS, **_drawing(step_words(operator, shards, given[0].device))}
         return compile_steps(steps, kernels, count, len(layouts))(given)
 
     return run
@@ -196,14 +202,18 @@ def _place(argument: Any, first: Mapping[str, int]) -> Callable[[list[Any]], Any
     return lambda values: argument
 
 
-def _dropping(masks: Iterator[Tensor]) -> Function:
-    """The dropout of a chain, whose masks are drawn one after the other."""
+def _drawing(words: Iterator[Tensor]) -> dict[str, Function]:
+    """The steps of a chain that draw random numbers, one after the other."""
 
     def drop(x: Tensor, p: float, shared: int = 0) -> Tensor:
         alone = x.shape[: x.dim() - shared]
-        return dropout(x, p, next(masks).reshape(*alone, *[1] * shared))
+        return dropout(x, p, is_dropped(next(words), p).reshape(*alone, *[1] * shared))
 
-    return drop
+    return {
+        "dropout": drop,
+        "uniform": lambda x: uniform(next(words).reshape(x.shape), x),
+        "normal": lambda x: normal(next(words).reshape(x.shape), x),
+    }
 
 
 def run_source(

@@ -115,7 +115,11 @@ def _sparse_block(block: Any, hidden_states: Tensor) -> Tensor:
     x = experts.dispatch(hidden_states, gates, top_k=router.top_k, capacity=slots)
     gate, up = experts.linear(x, sizes.gate_up_proj.mT).chunk(2, dim=-1)
     y = experts.linear(sizes.act_fn(gate) * up, sizes.down_proj.mT)
-    return experts.combine(y, gates, top_k=router.top_k)
+    made = experts.combine(y, gates, top_k=router.top_k)
+    if getattr(router, "norm_topk_prob", True):
+        return made
+    # `combine` divides gates by the sum of those chosen.
+    return made * gates.topk(router.top_k, -1).values.sum(-1, keepdim=True)
 
 
 def _router(router: Any, hidden_states: Tensor) -> tuple[Tensor, None, None]:
@@ -132,12 +136,6 @@ def _check(block: Any) -> None:
         raise ValueError(
             f"capture: {name} multiplies its input by noise (router_jitter_noise is "
             f"{block.jitter_noise}), which no plan can draw; set it to 0"
-        )
-    if not getattr(block.gate, "norm_topk_prob", True):
-        raise ValueError(
-            f"capture: {name} does not divide the gates of chosen experts by their sum "
-            "(norm_topk_prob is False), as plans do; set norm_topk_prob=True, or write the block "
-            "with stratagem.experts"
         )
 
 

@@ -178,9 +178,9 @@ def test_strict_capture_refuses_as_before() -> None:
 def test_random_numbers_are_refused_with_the_remedy() -> None:
     class Noisy(Scaled):
         def forward(self, x: Tensor) -> Tensor:
-            return (x * self.scale * torch.rand_like(x)).mean()
+            return (x * self.scale * torch.randint_like(x, 5)).mean()
 
-    with pytest.raises(ValueError, match=r"rand_like.*test_generic.*draws random numbers"):
+    with pytest.raises(ValueError, match=r"randint_like.*test_generic.*draws random numbers"):
         capture(Noisy(3), (torch.randn(4, 3),))
 
 

@@ -420,6 +420,29 @@ def test_capture_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_model_that_hooks_itself_at_its_first_call_does_so_once() -> None:
+    """Capture let it forget its first call and not its hook, which then counted twice."""
+
+    class Hooked(nn.Module):
+        hooked = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:
+                self.layer.register_forward_hook(lambda module, args, made: made + 1)
+                self.hooked = True
+            return self.layer(x).square().mean()
+
+    model = Hooked()
+    capture(model, (torch.ones(2, 3),))
+    assert not model.layer._forward_hooks
+    expected = (model.layer(torch.ones(2, 3)) + 1).square().mean()
+    assert torch.equal(model(torch.ones(2, 3)), expected)
+
+
 # -- what torch.export cannot follow ------------------------------------------------------------
 
 
