@@ -159,6 +159,7 @@ def _scaled(call: AtenCall) -> DraftTensor:
 def _coins(call: AtenCall) -> DraftTensor:
     """1 with a probability, which is one number, or one for each place."""
     if "p" in call.arguments:
+        call.given("self")  # of which torch reads the shape alone
         steps = [["lt", [_DRAWN, call.given("p")]], ["cast", [["step", 1], call.dtype]]]
         return _made(call, "uniform", *steps)
     x = call.tensor("self")
