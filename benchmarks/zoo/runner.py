@@ -1,13 +1,17 @@
-"""Workers: a process a model, so that one that ends badly is a line like any other."""
+"""A process a model, so that one that ends badly is a line like any other.
+
+Processes are forked from one that has the libraries already: importing them takes longer than
+many a model does.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ Line = dict[str, Any]
 
 _FIELDS = ("captured", "searched", "executed_equal")
 """What is false until it is shown."""
+
+_LIBRARIES = ("benchmarks.zoo.trial", "benchmarks.zoo.libraries")
+"""What every model needs, imported once."""
 
 
 def lines(models: Sequence[tuple[Path, str]], seconds: float, jobs: int) -> Iterator[Line]:
@@ -33,30 +40,43 @@ def lines(models: Sequence[tuple[Path, str]], seconds: float, jobs: int) -> Iter
 def line_of(path: Path, name: str, seconds: float) -> Line:
     """The line of one model, tried in a process of its own."""
     begun = time.perf_counter()
-    command = [sys.executable, "-m", "benchmarks.zoo.worker", str(path), name]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, check=False
-        )
-        shown, error = done.stdout, _end(done.returncode, done.stderr)
-    except subprocess.TimeoutExpired as late:
-        shown = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        error = f"crash: not done after {seconds:g} s"
-    written = [text for text in shown.splitlines() if text.startswith("{")]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_LIBRARIES))
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tried, args=(path, name, theirs))
+    process.start()
+    theirs.close()
     line: Line = {
         "model": f"{path.stem}.{name}",
         **dict.fromkeys(_FIELDS, False),
         **dict.fromkeys(("generic", "parameters", "flops_ratio")),
-        **(json.loads(written[-1]) if written else {}),
+        **_last_shown(ours, begun + seconds),
     }
+    late = time.perf_counter() >= begun + seconds
+    if late:
+        process.kill()
+    process.join()
+    if late:
+        line["error"] = f"crash: not done after {seconds:g} s"
+    elif process.exitcode:
+        line["error"] = f"crash: the process ended with {process.exitcode}"
     line["seconds"] = round(time.perf_counter() - begun, 1)
-    line["error"] = error or line.get("error", "")
     return line
 
 
-def _end(code: int, said: str) -> str:
-    """What to say of a process that did not end well."""
-    if code == 0:
-        return ""
-    last = said.strip().rpartition("\n")[2]
-    return f"crash: the process ended with {code}: {last}"
+def _last_shown(ours: Connection, deadline: float) -> Line:
+    """What a process says until it ends or is late."""
+    shown: Line = {}
+    try:
+        while ours.poll(max(0.0, deadline - time.perf_counter())):
+            shown = ours.recv()
+    except EOFError:
+        pass
+    return shown
+
+
+def _tried(path: Path, name: str, theirs: Connection) -> None:
+    from benchmarks.zoo.trial import tried
+
+    sys.stdout = sys.stderr  # a model may print
+    tried(path, name, theirs.send)

@@ -34,7 +34,7 @@ from tests.support.plans import Case, drawing, make_plan, mesh_of
 RANKS = (2, 3)
 """On how many threads a step is made."""
 
-EVALUATIONS = 60
+EVALUATIONS = 40
 """Of a search."""
 
 SECONDS = 600.0
@@ -125,7 +125,13 @@ def _searched(graph: OperatorGraph, ranks: int) -> Plan:
     cluster = replace(sg.Cluster.preset("local-cpu"), devices_per_node=ranks)
     budget = sg.Budget(evaluations=EVALUATIONS)
     found = sg.search(
-        graph, cluster, budget=budget, num_skeletons=1, num_bounded=0, progress=False
+        graph,
+        cluster,
+        budget=budget,
+        num_skeletons=1,
+        num_bounded=0,
+        num_threads=1,
+        progress=False,
     )
     return found.plan
 

@@ -83,8 +83,8 @@ def test_every_model_is_a_line_whatever_becomes_of_it(file: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_takes_too_long_is_a_line(file: Path) -> None:
-    line = line_of(file, "small", seconds=0.2)
-    assert line["error"] == "crash: not done after 0.2 s"
+    line = line_of(file, "small", seconds=0.05)
+    assert line["error"] == "crash: not done after 0.05 s"
     assert not line["captured"]
 
 
