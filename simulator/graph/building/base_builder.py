@@ -69,6 +69,16 @@ class GraphBuilderBase:
         finally:
             self._module = outer
 
+    @property
+    def num_drafts(self) -> int:
+        """How many operators there are so far, those included that lead to nothing."""
+        return len(self._drafts)
+
+    def draft_number(self, name: str) -> int | None:
+        """The number of the operator that has a name by now, in the order in which they came."""
+        found = (number for number, each in enumerate(self._drafts) if each.name == name)
+        return next(found, None)
+
     def full_name(self, name: str) -> str:
         """`name` after the scope that is open."""
         return ".".join(part for part in (self._module, name) if part)

@@ -68,16 +68,21 @@ def capture(
         root = _WithLoss(model, loss)
         given = {**given, "targets": targets}
     prefix = "" if loss is None else "model."
-    with exchanged(model, rules or {}):
-        exported = export(root, given, name or type(model).__name__, prefix)
-    return Walker(
-        exported,
-        root,
-        name=name or type(model).__name__,
-        prefix=prefix,
-        batch=_batch(exported),
-        fallback=fallback,
-    ).graph()
+    called = name or type(model).__name__
+    try:
+        with exchanged(model, rules or {}):
+            exported = export(root, given, called, prefix)
+        batch = _batch(exported)
+        return Walker(
+            exported, root, name=called, prefix=prefix, batch=batch, fallback=fallback
+        ).graph()
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"capture of {called!r}: it could not be looked at ({type(error).__name__}: {error}); "
+            "its forward must run under torch.export"
+        ) from error
 
 
 class _WithLoss(nn.Module):

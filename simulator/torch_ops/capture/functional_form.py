@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from stratagem.simulator.torch_ops.capture.in_place import CHECKS, itself, storages, written
 from stratagem.simulator.torch_ops.capture.node_writer import NodeWriter, shape_of
-from stratagem.simulator.torch_ops.capture.nodes import aten_name, by_schema
+from stratagem.simulator.torch_ops.capture.nodes import aten_name, by_schema, unexpected
 from stratagem.simulator.torch_ops.capture.view_inverses import Same, View, parts_of, view_of
 
 _aten = torch.ops.aten
@@ -123,21 +123,29 @@ class _Rewriting:
         """Rewrite the graph."""
         replaced: list[Node] = []
         for node in list(self._graph.nodes):
-            targets = written(node)
-            if any(storages(each) & self._untouched for each in targets):
-                continue
-            first = next(iter(node.args), None)
-            source = self._tensors.get(first) if isinstance(first, Node) else None
-            self._write.go(node, node)
-            for each in node.all_input_nodes:
-                node.replace_input_with(each, self._value(each, node))
-            if targets:
-                made = self._changed(node, self._tensors[targets[0]], targets[1:])
-                replaced += [node] * (made is not node)
-            else:
-                self._note(node, source)
+            try:
+                replaced += [node] * self._visit(node)
+            except WriteError:
+                raise
+            except Exception as error:
+                raise WriteError(node, unexpected(error)) from error
         for node in reversed(replaced):
             self._graph.erase_node(node)
+
+    def _visit(self, node: Node) -> bool:
+        """Go on behind a node; whether others have taken its place."""
+        targets = written(node)
+        if any(storages(each) & self._untouched for each in targets):
+            return False
+        first = next(iter(node.args), None)
+        source = self._tensors.get(first) if isinstance(first, Node) else None
+        self._write.go(node, node)
+        for each in node.all_input_nodes:
+            node.replace_input_with(each, self._value(each, node))
+        if targets:
+            return self._changed(node, self._tensors[targets[0]], targets[1:]) is not node
+        self._note(node, source)
+        return False
 
     def _value(self, node: Node, reader: Node) -> Node:
         """What has the value of a node by now."""

@@ -69,6 +69,13 @@ def by_schema(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
     return Given({**defaults, **dict(named), **kwargs}, defaults)
 
 
+def unexpected(error: Exception) -> str:
+    """What went wrong where nothing was expected to."""
+    first = str(error).strip().partition("\n")[0]
+    name = type(error).__name__
+    return f"it could not be followed ({name}: {first}); write it with other operators"
+
+
 def look_up(argument: Any, values: dict[Node, Any]) -> Any:
     """An argument with the values of its nodes, and dtypes by name."""
     if isinstance(argument, Node):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +18,10 @@ from torch.fx import GraphModule, Node
 
 from stratagem.simulator.base.misspelt_names import nearest
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import DraftTensor
+from stratagem.simulator.graph.building.operator_drafts import DraftTensor, OperatorDraft
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.gradient_paths import untrained
+from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.torch_ops.aten.arguments import Given
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import (
@@ -48,6 +50,7 @@ from stratagem.simulator.torch_ops.capture.nodes import (
     look_up,
     shape_and_dtype,
     source_line,
+    unexpected,
 )
 from stratagem.simulator.torch_ops.generic.programs import Program, UnspeakableError
 
@@ -83,6 +86,7 @@ class Walker:
         self._constants: dict[str, torch.Tensor] = {}
         self._evaluated: dict[Node, torch.Tensor | None] = {}
         self._counters: frozenset[int] = frozenset()
+        self._nodes: list[tuple[int, Node]] = []
 
     def graph(self) -> OperatorGraph:
         """The operator graph.
@@ -108,7 +112,7 @@ class Walker:
                 else:
                     values[node] = self._given(spec, node)
         output = self._walk(self._exported.graph_module, values)
-        return _frozen(self._builder.build(self._loss(output)))
+        return self._built(self._loss(output))
 
     def _parameter(self, name: str, node: Node, trainable: bool) -> DraftTensor:
         name = name.removeprefix(self._prefix)
@@ -149,11 +153,43 @@ class Walker:
                 return [look_up(each, values) for each in node.args[0]]
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
-            elif node in norms and _are_tensors(norms[node], values):
-                values[node] = self._rms_norm(node, norms[node], values)
             elif node.op == "call_function":
-                values[node] = self._call(node, values)
+                self._nodes.append((self._builder.num_drafts, node))
+                try:
+                    values[node] = self._value(node, norms.get(node), values)
+                except Exception as error:
+                    raise self._at(node, error) from error
         raise AssertionError("an exported graph ends in its output")
+
+    def _value(self, node: Node, norm: RmsNorm | None, values: dict[Node, Any]) -> Any:
+        if norm is not None and _are_tensors(norm, values):
+            return self._rms_norm(node, norm, values)
+        return self._call(node, values)
+
+    def _at(self, node: Node, error: Exception) -> ValueError:
+        """An error with the line that it is about, once."""
+        if isinstance(error, ValueError) and str(error).startswith("capture"):
+            return error
+        said = str(error) if isinstance(error, ValueError) else unexpected(error)
+        return ValueError(f"{self._describe(node)}: {said}")
+
+    def _built(self, loss: DraftTensor) -> OperatorGraph:
+        """The graph; what is wrong with one of its operators is said with the operator's line."""
+        try:
+            return _frozen(self._builder.build(loss))
+        except Exception as error:
+            numbers = map(self._builder.draft_number, _names_in(error))
+            number = next((each for each in numbers if each is not None), None)
+            if number is not None and self._nodes:
+                node = [each for begun, each in self._nodes if begun <= number][-1]
+                raise self._at(node, error) from error
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"capture of {self._builder.name!r}: no graph could be made of its operators "
+                f"({type(error).__name__}: {error}); leave parts of the model out to find which "
+                "of them it is, and write that with other operators"
+            ) from error
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
         args = [look_up(each, values) for each in node.args]
@@ -229,7 +265,7 @@ class Walker:
                 problem, why = error, ""
         else:
             why = _LEAVE_STRICTNESS
-        said = problem if isinstance(problem, ValueError) else _unexpected(problem)
+        said = problem if isinstance(problem, ValueError) else unexpected(problem)
         raise ValueError(f"{self._describe(node)}: {said}{why}") from problem
 
     def _generic(
@@ -352,10 +388,19 @@ def _frozen(graph: OperatorGraph) -> OperatorGraph:
         f"capture of {graph.name!r}: no gradient of the loss reaches parameter {name!r}{more}, "
         "as what is made of it is detached or under torch.no_grad; a plan leaves it as it is, as "
         "torch does; requires_grad_(False) says so in the model",
-        stacklevel=4,
+        stacklevel=5,
     )
     kept = (replace(p, trainable=p.trainable and p.name not in names) for p in graph.parameters)
     return replace(graph, parameters=tuple(kept))
+
+
+def _names_in(error: Exception) -> list[str]:
+    """The operators that an error is about: those that it names, or was raised at work on."""
+    quoted = re.findall(r"operator '([^']+)'", str(error))
+    frames = traceback.walk_tb(error.__traceback__)
+    worked = [frame.f_locals.get(each) for frame, _ in frames for each in ("draft", "operator")]
+    named = [each.name for each in worked[::-1] if isinstance(each, (OperatorDraft, Operator))]
+    return [*quoted, *named]
 
 
 def _full_path(node: Node) -> str:
@@ -374,13 +419,6 @@ def _unsupported(name: str) -> str:
         "its own is one call of "
         "register_operator in new_operators.py there, as docs/extending/operator.md shows"
     )
-
-
-def _unexpected(error: Exception) -> str:
-    """What went wrong where nothing was expected to."""
-    first = str(error).strip().partition("\n")[0]
-    name = type(error).__name__
-    return f"it could not be followed ({name}: {first}); write it with other operators"
 
 
 def _are_tensors(norm: RmsNorm, values: dict[Node, Any]) -> bool:

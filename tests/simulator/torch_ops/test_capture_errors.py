@@ -1,0 +1,122 @@
+"""Whatever goes wrong in capture is one ValueError that says where and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stratagem.simulator.graph.building import base_builder
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.torch_ops.aten.arguments import reads
+from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
+from stratagem.simulator.torch_ops.capture import capture as capturing
+from stratagem.simulator.torch_ops.capture import functional_form
+from stratagem.simulator.torch_ops.capture.capture import capture
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        h[:, 0] = 1.0
+        return h.square().mean()
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("integer modulo by zero")
+
+
+def captured() -> None:
+    capture(Model(), (torch.ones(4, 5),))
+
+
+LINE = r"test_capture_errors\.py:\d+ on tensors of shapes \[\(4, 6\)"
+
+
+def test_a_handler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a kind of its own it is an operator that torch runs; without, it is an error."""
+    monkeypatch.setitem(HANDLERS, "tanh", reads("self")(fails))
+    captured()
+    said = r"capture: aten\.tanh\.default in inner\.1 at .* on tensors of shapes \[\(4, 6\)\]: "
+    with pytest.raises(ValueError, match=said + r".*ZeroDivisionError.*other operators"):
+        capture(Model(), (torch.ones(4, 5),), fallback=False)
+
+
+def test_an_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the builder finds in the end is said with the line of the operator, too."""
+    original = base_builder.finish_operators
+
+    def finish(drafts: Any) -> Any:
+        for draft in drafts:
+            if draft.kind == "reduce":
+                fails()
+        return original(drafts)
+
+    monkeypatch.setattr(base_builder, "finish_operators", finish)
+    with pytest.raises(ValueError, match=rf"capture: aten\.mean\.default .*{LINE}.*ZeroDivision"):
+        captured()
+
+
+def test_an_error_of_the_builder_that_names_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: GraphBuilder, loss: Any) -> Any:
+        raise ValueError("operator 'inner.0' (linear): dim 'out' has size 0")
+
+    monkeypatch.setattr(GraphBuilder, "build", refuses)
+    with pytest.raises(
+        ValueError, match=r"capture: aten\.linear\.default in inner\.0 at .*dim 'out' has size 0"
+    ):
+        captured()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (
+            functional_form,
+            "_out_of_place",
+            r"capture: aten\.fill_\.Tensor in .*py:\d+ .*ZeroDivision",
+        ),
+        (GraphBuilder, "build", r"capture of 'Model': no graph could be made.*integer modulo"),
+        (capturing, "_batch", r"capture of 'Model': it could not be looked at.*integer modulo"),
+        (capturing, "exchanged", r"capture of 'Model': it could not be looked at.*torch\.export"),
+    ],
+)
+def test_every_part_of_capture(
+    module: Any, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, fails)
+    with pytest.raises(ValueError, match=said):
+        captured()
+
+
+def broken(model: Callable[[Tensor], Any]) -> nn.Module:
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return model(super().forward(x))
+
+    return Broken(5, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda h: h.mean().item(), "returns no scalar float to minimise"),
+        (lambda h: None, "returns no scalar float to minimise"),
+        (lambda h: {"loss": "none"}, "returns no scalar float to minimise"),
+        (lambda h: [h, 3], "returns no scalar float to minimise"),
+        (lambda h: h.tolist()[0], "capture of 'Broken'"),
+        (lambda h: h.numpy().mean(), "capture of 'Broken'"),
+        (lambda h: h.nonzero().float().mean(), "shape .* depends on the values"),
+        (lambda h: torch.linalg.svd(h)[1].unique().mean(), "shape .* depends on the values"),
+    ],
+)
+def test_models_that_cannot_be_followed(model: Callable[[Tensor], Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        capture(broken(model), (torch.ones(4, 5),))
