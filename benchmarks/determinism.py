@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
@@ -72,9 +72,9 @@ def confine(cores: int) -> None:
         os.sched_setaffinity(0, mine[:cores])
 
 
-def measure(case: str, evaluations: int) -> dict[str, object]:
-    """All runs of a case."""
-    told = [run_apart(case, evaluations, cores) for cores in RUNS]
+def measure(case: str, evaluations: int, runs: Sequence[int | None] = RUNS) -> dict[str, object]:
+    """All runs of a case, each on so many cores."""
+    told = [run_apart(case, evaluations, cores) for cores in runs]
     plans = {str(each["sha256"]) for each in told}
     return {
         "case": case,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -67,10 +68,15 @@ def saved_tensors(tape: Tape) -> list[Tensor]:
             continue
         seen.add(node)
         nodes += [each for each, _ in node.next_functions if each is not None]
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        kept = [_kept(node, name) for name in (*names, "saved_tensors")]
+        kept = [_kept(node, name) for name in (*_saved_names(type(node)), "saved_tensors")]
         found += [each for each in pytree.tree_leaves(kept) if isinstance(each, Tensor)]
     return found
+
+
+@lru_cache(maxsize=1024)
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    """Under which names nodes of a kind save what backward needs."""
+    return tuple(name for name in dir(kind) if name.startswith("_saved_"))
 
 
 def _kept(node: Node, name: str) -> object:

@@ -98,7 +98,11 @@ class DeviceMesh:
 
     def coordinates(self, device: int) -> tuple[int, ...]:
         """Index along each axis of a device of this mesh."""
-        return tuple(int(i) for i in np.unravel_index(self.devices.index(device), self.shape))
+        place, found = self.devices.index(device), []
+        for size in reversed(self.shape):
+            place, index = divmod(place, size)
+            found.append(index)
+        return tuple(reversed(found))
 
     def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """The device groups that a collective along `axis` runs in."""

@@ -136,15 +136,16 @@ def bounds_at(
 
     What is flat is a part of that, see `part_at`.
     """
-    for placement, index in zip(placements, coordinates, strict=True):
-        if isinstance(placement, Pin) and placement.index != index:
+    cuts: dict[str | int, tuple[list[int], list[int]]] = {}
+    for placement, ways, index in zip(placements, shape, coordinates, strict=True):
+        if isinstance(placement, Shard):
+            splits, places = cuts.setdefault(placement.dim, ([], []))
+            splits.append(ways)
+            places.append(index)
+        elif isinstance(placement, Pin) and placement.index != index:
             return None
     return tuple(
-        shard_bounds(
-            size,
-            [n for n, p in zip(shape, placements, strict=True) if p == Shard(factor)],
-            [i for i, p in zip(coordinates, placements, strict=True) if p == Shard(factor)],
-        )
+        shard_bounds(size, *cuts[factor]) if factor in cuts else (0, size)
         for factor, size in enumerate(sizes)
     )
 

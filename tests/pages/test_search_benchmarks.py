@@ -136,8 +136,8 @@ def test_limits_that_hardly_a_model_keeps_are_refused() -> None:
 
 @pytest.mark.slow
 def test_two_processes_and_one_core_or_two_give_the_same_plan() -> None:
-    line = determinism.measure("mlp", evaluations=2_000)
-    assert (line["runs"], line["plans"], line["identical"]) == (4, 1, True)
+    line = determinism.measure("mlp", evaluations=1_000, runs=(1, 2))
+    assert (line["runs"], line["plans"], line["identical"]) == (2, 1, True)
 
 
 def test_other_seeds_and_models_have_other_plan_files() -> None:

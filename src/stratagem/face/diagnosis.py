@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -95,8 +97,14 @@ def _version(module: str) -> str:
     """The version of an installed package that holds a module; empty if there is none."""
     if module not in sys.modules and importlib.util.find_spec(module) is None:
         return ""
-    packages = importlib.metadata.packages_distributions().get(module, [])
+    packages = _distributions().get(module, [])
     return importlib.metadata.version(packages[0]) if packages else "of unknown version"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The packages that hold each module, found among the files of all that are installed."""
+    return importlib.metadata.packages_distributions()
 
 
 def _required(module: str) -> Finding:
