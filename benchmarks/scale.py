@@ -40,7 +40,7 @@ from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.pricing import repeated_layers
 from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
 from stratagem.simulator.schedules import macro_graph
-from stratagem.simulator.simulation import predictions, priced_plan, simulation
+from stratagem.simulator.simulation import priced_plan, simulation
 from stratagem.simulator.stage.equal_stages import StageShapes
 
 REPEATS = 15
@@ -143,7 +143,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "blocks": ((StageShapes, "blocks"),),
     "macro": ((priced_plan, "macro_graph"), (Plan, "make_schedule")),
     "play": ((simulation, "macro_durations"), (simulation, "simulate")),
-    "memory": ((StageShapes, "lifetimes"), (predictions, "rank_memory")),
+    "memory": ((StageShapes, "lifetimes"), (simulation, "rank_memory")),
 }
 """The functions of each part, timed where `simulate_plan` calls them."""
 

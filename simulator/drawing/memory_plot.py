@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COLOURS = {
     Purpose.PARAMETERS: "#2f6aa3",
     Purpose.GRADIENTS: "#cf4f4a",
+    Purpose.UNSUMMED: "#e79a96",
     Purpose.OPTIMIZER: "#58a55c",
     Purpose.ACTIVATIONS: "#7fb2dd",
     Purpose.RECOMPUTED: "#9a86c6",

@@ -180,7 +180,7 @@ class Schedule:
             >>> [(s.kind.value, s.held[0].waiting) for s in schedule.situations[0]]
             [('F', 1), ('B', 1)]
         """
-        return tuple(fullest(_situations(order)) for order in self.orders)
+        return tuple(fullest(situations_of(order)) for order in self.orders)
 
     @cached_property
     def _ranks_of(self) -> dict[int, tuple[int, ...]]:
@@ -410,7 +410,7 @@ def fullest(situations: Iterable[MemorySituation]) -> tuple[MemorySituation, ...
     return tuple(situation for rivals in found.values() for situation in rivals)
 
 
-def _situations(order: Iterable[Action]) -> Iterator[MemorySituation]:
+def situations_of(order: Iterable[Action]) -> Iterator[MemorySituation]:
     """What a rank holds of other microbatches while each of its actions runs."""
     waiting: dict[int, int] = {}
     late: dict[int, int] = {}

@@ -5,11 +5,13 @@ its memory is that of the block it runs, at the place where it is, plus the acti
 other microbatch that waits for its backward pass:
 
     parameters, gradients, optimizer │ held microbatches × activations │ the running block
+
+Under ZeRO 2 and 3, gradients whose sums are not through come on top (see `WaitingGradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -70,6 +72,13 @@ class StageTensors:
         """Which tensors live through the whole step."""
         return self.lifetimes.birth < 0
 
+    @cached_property
+    def is_unsummed(self) -> Flags:
+        """Which tensors are gradients that a pass makes and a sum takes."""
+        uses = [use is Purpose.UNSUMMED for use in self.lifetimes.uses]
+        found: Flags = np.array(uses, np.bool_) & (self.lifetimes.birth == self.lifetimes.death)
+        return found
+
     @property
     def state(self) -> int:
         """Bytes of parameters, gradients and optimizer state."""
@@ -98,10 +107,14 @@ class StageTensors:
         alive: Ints = np.cumsum(change)[: 3 * n]
         return alive
 
+    def during(self, which: int) -> Ints:
+        """[places], bytes alive at each place of a pass, its own activations included."""
+        n = self.lifetimes.num_operators
+        return self.at_place[which * n : (which + 1) * n]
+
     def peak(self, which: int) -> int:
         """The most that a pass needs, its own activations included."""
-        n = self.lifetimes.num_operators
-        return int(self.at_place[which * n : (which + 1) * n].max())
+        return int(self.during(which).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +123,7 @@ class DeviceMemory:
 
     `state` is parameters, gradients and optimizer state; `activations` are those of all
     microbatches in flight, as many as `in_flight`; `working` is what comes on top while an
-    operator runs.
+    operator runs, and gradients that wait for links.
     """
 
     state: int
@@ -169,36 +182,46 @@ def device_memory(
     *,
     split: bool = False,
     num_entries: int | None = None,
+    waiting: WaitingGradients | None = None,
 ) -> DeviceMemory:
     """The peak of a rank that runs the stages of `tensors` in the situations `found`.
 
     `split` says whether the schedule runs gradients of parameters apart. Held entries from
-    `num_entries` on are no microbatches in flight.
+    `num_entries` on are no microbatches in flight. With gradients `waiting`, the situations are
+    those of all that the rank does, in its order.
     """
     state = sum(stage.state for stage in tensors.values())
     moments = [(s, which) for s in found for which in passes_of(s.kind, split=split)]
+
+    def during(k: int) -> Ints:
+        situation, which = moments[k]
+        own = tensors[situation.stage].during(which)
+        return own if waiting is None else own + waiting.during(k)
+
     totals = [
-        tensors[s.stage].peak(which) + sum(_held_bytes(tensors[h.stage], h) for h in s.held)
-        for s, which in moments
+        int(during(k).max()) + sum(_held_bytes(tensors[h.stage], h) for h in s.held)
+        for k, (s, _) in enumerate(moments)
     ]
     worst = max(range(len(moments)), key=lambda k: totals[k])
     situation, which = moments[worst]
     running = Held(situation.stage, int(which < 2), int(which == 2))
-    waiting = [*situation.held, running]
+    held_then = [*situation.held, running]
     activations = min(
-        totals[worst], sum(_held_bytes(tensors[held.stage], held) for held in waiting)
+        totals[worst], sum(_held_bytes(tensors[held.stage], held) for held in held_then)
     )
+    place = int(during(worst).argmax())
+    late = () if waiting is None else waiting.alive(worst, place)
     return DeviceMemory(
         state=state,
         activations=activations,
         working=totals[worst] - activations,
         in_flight=sum(
             held.waiting + held.late
-            for held in waiting
+            for held in held_then
             if num_entries is None or held.stage < num_entries
         ),
         capacity=capacity,
-        _find_alive=partial(_alive, tensors, situation, which),
+        _find_alive=partial(_alive, tensors, situation, which, place, late),
     )
 
 
@@ -207,9 +230,16 @@ def _held_bytes(stage: StageTensors, held: Held) -> int:
 
 
 def _alive(
-    tensors: Mapping[int, StageTensors], situation: MemorySituation, which: int
+    tensors: Mapping[int, StageTensors],
+    situation: MemorySituation,
+    which: int,
+    place: int,
+    late: Iterable[tuple[int, int]],
 ) -> tuple[Alive, ...]:
-    """What is in memory at the place of the peak, by operator and use, largest first."""
+    """What is in memory at a place of a pass, by operator and use, largest first.
+
+    `late` are gradients that wait, as stages and their tensors.
+    """
     total: dict[tuple[Purpose, int, str, int], int] = {}
 
     def add(stage: StageTensors, chosen: Flags, copies: int) -> None:
@@ -224,22 +254,78 @@ def _alive(
         add(tensors[held.stage], tensors[held.stage].crosses(1), held.waiting)
         add(tensors[held.stage], tensors[held.stage].crosses(2), held.late)
     runs = tensors[situation.stage]
-    n = runs.lifetimes.num_operators
-    places = runs.at_place[which * n : (which + 1) * n]
-    place = which * n + int(places.argmax())
-    alive = (runs.lifetimes.birth <= place) & (place <= runs.lifetimes.death)
+    at = which * runs.lifetimes.num_operators + place
+    alive = (runs.lifetimes.birth <= at) & (at <= runs.lifetimes.death)
     add(runs, alive & ~runs.is_state, 1)
+    for s, k in late:
+        add(tensors[s], np.arange(tensors[s].nbytes.size) == k, 1)
     found = [Alive(*key[:3], nbytes, key[3]) for key, nbytes in total.items()]
     return tuple(sorted(found, key=lambda a: (-a.total, a.stage, a.operator, a.use.value)))
 
 
 class BlockRun(NamedTuple):
-    """A block that a rank ran: which pass of which stage, when its places start and end (ns)."""
+    """A block that a rank ran: which pass of which stage, when its places start and end (ns).
+
+    `summed` is when the gradients that each place leaves to be summed are so.
+    """
 
     stage: int
     which: int
     start: Ints
     end: Ints
+    summed: Ints | None = None
+
+
+class WaitingGradients:
+    """Gradients that wait for their sums, place by place of all that a rank runs.
+
+    One is there from the place behind that which makes it until the first that begins when its
+    sum is through. While the place itself runs, it is among the tensors of the pass.
+
+    Args:
+        tensors: of the stages of the rank.
+        runs: what it ran, in order.
+    """
+
+    def __init__(self, tensors: Mapping[int, StageTensors], runs: Sequence[BlockRun]) -> None:
+        self._begins = np.cumsum([0, *(run.start.size for run in runs)])
+        starts = np.maximum.accumulate(np.concatenate([run.start for run in runs]))
+        made = [_made(tensors[run.stage], run) for run in runs]
+        first = np.repeat(self._begins[:-1], [rows.size for rows, *_ in made])
+        rows, places, nbytes, summed = (np.concatenate(each) for each in zip(*made, strict=True))
+        self._stage = np.repeat([run.stage for run in runs], [rows.size for rows, *_ in made])
+        self._row, self._from = rows, first + places + 1
+        self._until = np.maximum(self._from, np.searchsorted(starts, summed, side="left"))
+        change = np.zeros(starts.size + 1, dtype=np.int64)
+        np.add.at(change, self._from, nbytes)
+        np.add.at(change, self._until, -nbytes)
+        self._nbytes: Ints = np.cumsum(change)[:-1]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing ever waits."""
+        return not self._nbytes.any()
+
+    def during(self, run: int) -> Ints:
+        """[places], bytes that wait while each place of a run is at work."""
+        return self._nbytes[self._begins[run] : self._begins[run + 1]]
+
+    def alive(self, run: int, place: int) -> list[tuple[int, int]]:
+        """What waits then: stages and numbers of their tensors, one for each gradient."""
+        at = self._begins[run] + place
+        there = np.flatnonzero((self._from <= at) & (at < self._until))
+        return list(zip(self._stage[there].tolist(), self._row[there].tolist(), strict=True))
+
+
+def _made(stage: StageTensors, run: BlockRun) -> tuple[Ints, Ints, Ints, Ints]:
+    """Gradients that a run leaves to be summed: numbers, places, bytes, when they are so."""
+    n, none = stage.lifetimes.num_operators, np.zeros(0, dtype=np.int64)
+    if run.summed is None:
+        return none, none, none, none
+    rows = np.flatnonzero(stage.is_unsummed & (stage.lifetimes.birth // n == run.which))
+    places = stage.lifetimes.birth[rows] - run.which * n
+    summed = np.maximum(run.summed[places], run.end[places])
+    return rows, places, stage.nbytes[rows], summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +366,8 @@ def memory_over_time(
     """The memory of a rank whose blocks ran one after the other, as `played`.
 
     A tensor is allocated when the operator at its birth starts and freed when the one at its death
-    ends, so the peak is the same as that of `device_memory`.
+    ends, a gradient to be summed when it is so, so the peak is the same as that of
+    `device_memory`.
     """
     uses = {use: row for row, use in enumerate(Purpose)}
     times, rows, changes = [0], [0], [0]
@@ -297,9 +384,11 @@ def memory_over_time(
         dead = np.flatnonzero((life.death >= low) & (life.death < low + n) & ~stage.is_state)
         # At one place births come before deaths, at one time the lower place first.
         order = np.concatenate([2 * life.birth[born], 2 * life.death[dead] + 1])
-        when = np.concatenate(
-            [block.start[life.birth[born] - low], block.end[life.death[dead] - low]]
-        )
+        over = block.end[life.death[dead] - low]
+        if block.summed is not None:
+            late = np.maximum(over, block.summed[life.death[dead] - low])
+            over = np.where(stage.is_unsummed[dead], late, over)
+        when = np.concatenate([block.start[life.birth[born] - low], over])
         which = np.concatenate([born, dead])
         change = np.concatenate([stage.nbytes[born], -stage.nbytes[dead]])
         for k in np.argsort(order, kind="stable"):
@@ -308,6 +397,7 @@ def memory_over_time(
             changes.append(int(change[k]))
     steps = np.zeros((len(uses), len(times) + 1), dtype=np.int64)
     steps[rows, np.arange(len(times))] = changes
-    return MemoryTimeline(
-        label, np.array([*times, end], dtype=np.int64), np.cumsum(steps, axis=1), capacity
-    )
+    order = np.argsort(times, kind="stable")  # What waits for its sum goes amid later blocks.
+    steps[:, :-1] = steps[:, order]
+    when = np.array(times, dtype=np.int64)[order]
+    return MemoryTimeline(label, np.append(when, end), np.cumsum(steps, axis=1), capacity)

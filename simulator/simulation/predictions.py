@@ -1,13 +1,12 @@
-"""What a simulated step looks like: its timeline, critical path, memory and communication."""
+"""What a simulated step looks like: its timeline, critical path and communication."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.engine.event_engine import Times
 from stratagem.simulator.hardware.resources import COMPUTE, NUM_RESOURCES, RESOURCE_NAMES
@@ -38,21 +37,7 @@ from stratagem.simulator.schedules.work_kinds import (
     TIE,
     WEIGHT_GRADIENT,
 )
-from stratagem.simulator.simulation.device_memory import (
-    BlockRun,
-    DeviceMemory,
-    MemoryTimeline,
-    StageTensors,
-    device_memory,
-    memory_over_time,
-    passes_of,
-)
-from stratagem.simulator.simulation.priced_plan import PlanModel, StageModel
-from stratagem.simulator.simulation.token_slice_memory import (
-    sliced_memory,
-    sliced_tensors,
-    with_waiting,
-)
+from stratagem.simulator.simulation.priced_plan import PlanModel
 from stratagem.simulator.stage.stage_blocks import TaskRole
 from stratagem.simulator.stage.tails_of_backwards import SYNCS, UPDATES
 from stratagem.simulator.timeline.step_critical_path import Played, StepPath, step_path
@@ -133,6 +118,28 @@ def _sync_rows(model: PlanModel, macro: Times, task: int) -> list[Row]:
     latest = macro.end[behind[0]] if behind else begin
     free = dict.fromkeys(lanes, int(latest) - max(spent.values(), default=0))
     return list(_served(rows, free))
+
+
+def sums_end(model: PlanModel, macro: Times, task: int) -> dict[str, int]:
+    """When the sum of each operator's gradients is through, of a block that begins with `task`.
+
+    By operator, ns; of those that have one, as its rows in the timeline say.
+    """
+    if task in model.macro.syncs:
+        rows = _sync_rows(model, macro, task)
+    else:
+        item, kind, begin = int(model.macro.item[task]), model.macro.block_kind(task), task
+        if _is_late(model, macro, task):
+            begin = model.macro.linked[task]
+            kind = int(model.macro.kind[begin])
+        lanes, start = _lanes(model, item), int(macro.start[begin])
+        rows = list(_block_rows(model, item, kind, lanes, start, roles={TaskRole.SYNC}))
+    ends: dict[str, int] = {}
+    for row in rows:
+        operator, _, what = row.name.rpartition(" ")
+        if what == "sync":
+            ends[operator] = max(row.end, ends.get(operator, 0))
+    return ends
 
 
 def _served(rows: Sequence[Row], free: dict[str, int]) -> Iterator[Row]:
@@ -306,22 +313,6 @@ def _played_block(model: PlanModel, s: int, kind: int) -> Played:
     return Played(graph, model.block_times[s][kind], label, ending)
 
 
-def rank_memory(model: PlanModel) -> tuple[DeviceMemory, ...]:
-    """The peak of each rank."""
-    schedule = model.macro.schedule
-    if model.slices:
-        return tuple(sliced_memory(model, rank) for rank in range(schedule.num_ranks))
-    return tuple(
-        device_memory(
-            {stage: model.stages[stage].tensors for stage in {s.stage for s in found}},
-            found,
-            model.stages[found[0].stage].table.mesh.memory_bytes(model.plan.cluster),
-            split=schedule.splits_backward,
-        )
-        for found in schedule.situations
-    )
-
-
 def stage_seconds(model: PlanModel) -> tuple[float, ...]:
     """What forward and backward of one microbatch take in each stage of the model."""
     parts = (INPUT_GRADIENT, WEIGHT_GRADIENT)
@@ -329,53 +320,3 @@ def stage_seconds(model: PlanModel) -> tuple[float, ...]:
     return tuple(
         sum(times[kind].makespan for kind in passes) * 1e-9 for times in model.block_times
     )
-
-
-def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
-    """The memory of one device of a rank over a step."""
-    schedule = model.macro.schedule
-    order = schedule.orders[rank]
-    places: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
-    runs: list[BlockRun] = []
-    for action in order:
-        task = model.macro.number[action]
-        s = int(model.macro.item[task])
-        kind, offset = model.macro.block_kind(task), int(macro.start[task])
-        for which in passes_of(action.kind, split=schedule.splits_backward):
-            if (s, kind, which) not in places:
-                times = model.block_times[s][kind]
-                places[s, kind, which] = _place_times(model.stages[s], kind, times, which)
-            start, end = places[s, kind, which]
-            runs.append(BlockRun(s, which, start + offset, end + offset))
-    tensors: Mapping[int, StageTensors]
-    if model.slices:
-        tensors = sliced_tensors(model, rank)
-        runs = with_waiting(model, rank, runs)
-    else:
-        tensors = {s: model.stages[s].tensors for s in sorted({action.stage for action in order})}
-    stage = order[0].stage * len(model.parts)
-    capacity = model.stages[stage].table.mesh.memory_bytes(model.plan.cluster)
-    return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
-
-
-def _place_times(stage: StageModel, kind: int, times: Times, which: int) -> tuple[Ints, Ints]:
-    """When each place of a pass starts and ends, ns from the start of its block.
-
-    A whole backward in a schedule that splits others makes both passes; the gradients of
-    parameters then count as made at its end.
-    """
-    block = stage.cell_blocks[kind]
-    order = stage.table.operators if kind == FORWARD else stage.table.operators[::-1]
-    role = {0: TaskRole.FORWARD, 1: TaskRole.BACKWARD, 2: TaskRole.WEIGHT_GRADIENT}[which]
-    copies = [c for c, task in enumerate(block.task) if block.block.roles[task] is role]
-    if not copies:
-        over = np.full(len(order), times.makespan)
-        return over, over
-    place = {operator: p for p, operator in enumerate(order)}
-    places = np.array([place[int(block.block.first[block.task[c]])] for c in copies])
-    start = np.full(len(order), times.makespan)
-    end = np.zeros(len(order), dtype=np.int64)
-    np.minimum.at(start, places, times.start[copies])
-    np.maximum.at(end, places, times.end[copies])
-    both = np.maximum.accumulate(np.stack([start, end], axis=1).ravel())
-    return both[::2], both[1::2]

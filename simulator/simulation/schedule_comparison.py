@@ -40,8 +40,8 @@ from stratagem.simulator.schedules.work_kinds import (
     SEND_BACK,
 )
 from stratagem.simulator.simulation.device_memory import StageTensors, device_memory
-from stratagem.simulator.simulation.predictions import rank_memory
 from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.simulation.rank_memory import rank_memory
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
 
 COLUMNS = {
@@ -173,7 +173,7 @@ def _simulated(
     bubble = 1 - busy / (macro.schedule.num_ranks * times.makespan)
     moments = [s for found in macro.schedule.situations for s in found]
     held = max(1 + sum(each.waiting + each.late for each in s.held) for s in moments)
-    fullest = max(memory.peak for memory in rank_memory(model))
+    fullest = max(memory.peak for memory in rank_memory(model, times))
     return name, times.makespan * 1e-9, bubble, held, fullest, 1, 0
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from stratagem.simulator.engine.event_engine import Times
-from stratagem.simulator.simulation import predictions
+from stratagem.simulator.simulation import predictions, rank_memory
 from stratagem.simulator.simulation.device_memory import MemoryTimeline
 from stratagem.simulator.simulation.priced_plan import PlanModel
 from stratagem.simulator.timeline.step_critical_path import StepPath
@@ -67,4 +67,4 @@ class PlayedStep(SimulatedStep):
 
     def memory_timeline(self, rank: int) -> MemoryTimeline:
         """See `SimulatedStep`."""
-        return predictions.memory_timeline(self.model, self.times, rank)
+        return rank_memory.memory_timeline(self.model, self.times, rank)

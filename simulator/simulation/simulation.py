@@ -21,9 +21,9 @@ from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
-from stratagem.simulator.simulation import predictions
 from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
 from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_times
+from stratagem.simulator.simulation.rank_memory import rank_memory
 from stratagem.simulator.simulation.saved_step import KeptMemory, KeptStep, StepLeftOut
 from stratagem.simulator.simulation.simulated_step import PlayedStep, SimulatedStep
 from stratagem.simulator.timeline.step_critical_path import StepPath
@@ -265,7 +265,7 @@ def simulate_model(model: PlanModel) -> Simulation:
     return Simulation(
         plan=model.plan,
         step_time=times.makespan * 1e-9,
-        memory=predictions.rank_memory(model),
+        memory=rank_memory(model, times),
         relative_error=_relative_error(model),
         is_calibrated=model.spread == 0.0,
         _step=PlayedStep(model, times),

@@ -29,13 +29,10 @@ from stratagem.simulator.schedules.actions import (
     ActionKind,
     Held,
     MemorySituation,
-    fullest,
 )
 from stratagem.simulator.simulation.device_memory import (
     BlockRun,
-    DeviceMemory,
     StageTensors,
-    device_memory,
 )
 from stratagem.simulator.simulation.priced_plan import PlanModel, StageModel
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, LivingTensor, Purpose
@@ -43,19 +40,9 @@ from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, LivingTensor, 
 GRADIENTS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
-def sliced_memory(model: PlanModel, rank: int) -> DeviceMemory:
-    """The peak of a rank that runs token slices."""
-    schedule = model.macro.schedule
-    order = schedule.orders[rank]
-    found = fullest(_situations(model, order))
-    mesh = model.plan.stages[order[0].stage].mesh
-    return device_memory(
-        sliced_tensors(model, rank),
-        found,
-        mesh.memory_bytes(model.plan.cluster),
-        split=schedule.splits_backward,
-        num_entries=len(model.stages),
-    )
+def sliced_situations(model: PlanModel, rank: int) -> tuple[MemorySituation, ...]:
+    """What a rank that runs token slices holds of other passes while each of its actions runs."""
+    return tuple(_situations(model, model.macro.schedule.orders[rank]))
 
 
 def sliced_tensors(model: PlanModel, rank: int) -> Mapping[int, StageTensors]:

@@ -41,6 +41,7 @@ class Purpose(Enum):
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
+    UNSUMMED = "gradients to be summed"
     OPTIMIZER = "optimizer state"
     ACTIVATIONS = "activations"
     RECOMPUTED = "recomputed activations"
@@ -263,7 +264,7 @@ class _LifetimeWriter:
         if self.table.graph.needs_gradient[i]:
             self._add(Purpose.TENSORS, i, row.input_gradient_bytes, back, back)
             late = self._weight_place(i)
-            self._add(Purpose.GRADIENTS, i, row.whole_gradient_bytes, late, late)
+            self._add(Purpose.UNSUMMED, i, row.whole_gradient_bytes, late, late)
 
     def _gathered(self, i: int) -> Iterator[tuple[int, int]]:
         """When parameters of an operator are asked for, and the passes that read them."""
@@ -286,7 +287,7 @@ class _LifetimeWriter:
         made, reduced = self._weight_place(user), self._weight_place(owner)
         if made < reduced and self.table.graph.needs_gradient[user]:
             whole = row.whole_gradient_bytes
-            self._add_tied(Purpose.GRADIENTS, pair, whole, made, reduced - 1)
+            self._add_tied(Purpose.UNSUMMED, pair, whole, made, reduced - 1)
 
     def copy(self, edge: Edge, nbytes: Ints) -> None:
         """The converted copy of an input."""
