@@ -1,10 +1,11 @@
-"""Small plans drawn at random: every schedule that is executed, on a few shapes."""
+"""Small plans drawn at random: every schedule that has a name, on shapes that it accepts."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from stratagem.searcher.space.stage_cuts import by_stage
 from stratagem.searcher.space.strategies import data_parallel
@@ -15,11 +16,13 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import CUSTOM, Plan, Stage
 from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
-from stratagem.simulator.schedules.named_schedules import SCHEDULES
+from stratagem.simulator.schedules.named_schedules import SCHEDULES, record_of
+from stratagem.simulator.schedules.schedule_record import Sizes
 
 BATCH = 48
-KINDS = (*SCHEDULES, "v-shaped")
-"""The schedules by name, and orders of one's own in which rank r has stages r and 2p − 1 − r."""
+MOST_STAGES = 9
+V_SHAPED = "v-shaped"
+"""Orders of one's own in which rank r has stages r and 2p − 1 − r."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Shape:
     """A schedule on a small cluster.
 
     Attributes:
-        schedule: one of `KINDS`.
+        schedule: one of `kinds`.
         ranks: of the pipeline.
         per_rank: stages of each.
         parts: microbatches.
         ways: data-parallel devices of a stage.
+        slices: of the tokens.
     """
 
     schedule: str
@@ -39,22 +43,58 @@ class Shape:
     per_rank: int
     parts: int
     ways: int
+    slices: int = 1
 
     @property
     def num_stages(self) -> int:
         """Stages of the model."""
         return self.ranks * self.per_rank
 
+    def made(self) -> Schedule | None:
+        """The schedule of these sizes; None where it has none."""
+        if self.schedule == V_SHAPED:
+            return _v_shaped(self) if (self.per_rank, self.slices) == (2, 1) else None
+        sizes = Sizes(self.num_stages, self.parts, self.ranks, self.slices)
+        made = record_of(self.schedule).made(sizes)
+        if made is None or made.num_slices != self.slices:
+            return None
+        return None if made.is_mirrored and _is_lopsided(made) else made
+
+
+def _is_lopsided(schedule: Schedule) -> bool:
+    """Whether one of two directions has more microbatches than the other, which no plan may."""
+    passes = (action for action in schedule.orders[0] if action.kind is ActionKind.FORWARD)
+    first = sum(action.stage == 0 for action in passes)
+    return 2 * first != schedule.num_microbatches
+
+
+def kinds() -> tuple[str, ...]:
+    """The schedules by name, those that were registered among them, and one without a name."""
+    return (*SCHEDULES, V_SHAPED)
+
 
 def draw_shape(rng: random.Random, kind: str) -> Shape:
-    """Sizes with which there is such a schedule."""
-    ranks = rng.choice([2, 4]) if kind == "chimera" else rng.choice([1, 2, 3, 4])
-    per_rank = {"interleaved": rng.choice([2, 3]), "v-shaped": 2}.get(kind, 1)
-    if kind == "interleaved":
-        ranks = rng.choice([2, 3])
-    rounds = {"interleaved": ranks, "chimera": ranks}.get(kind, 1)
-    parts = rng.choice([n for n in (1, 2, 3, 4, 6, 8, 12) if n % rounds == 0])
-    return Shape(kind, ranks, per_rank, parts, rng.choice([1, 2]))
+    """Sizes with which there is such a schedule, one of several stages a rank where that can be.
+
+    Raises:
+        ValueError: the schedule has none of the sizes that are tried.
+    """
+    ways = rng.choice([1, 2])
+    sizes = product([1, 2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 6, 8, 12], [1, 2])
+    shapes = [
+        Shape(kind, ranks, per_rank, parts, ways, slices)
+        for ranks, per_rank, parts, slices in sizes
+        if ranks * per_rank <= MOST_STAGES
+    ]
+    found = [shape for shape in shapes if shape.made()]
+    if not found:
+        raise ValueError(
+            f"schedule {kind!r} has none of the {len(shapes)} sizes that are drawn, of up to 4 "
+            f"ranks, {MOST_STAGES} stages and 12 microbatches: let it accept some"
+        )
+    per_rank = rng.choice(sorted({shape.per_rank for shape in found}))
+    slices = max(shape.slices for shape in found)
+    return rng.choice([s for s in found if (s.per_rank, s.slices) == (per_rank, slices)])
 
 
 def draw_plan(rng: random.Random, shape: Shape) -> tuple[Plan, OperatorGraph]:
@@ -63,12 +103,15 @@ def draw_plan(rng: random.Random, shape: Shape) -> tuple[Plan, OperatorGraph]:
     Nothing computes slower beside a collective and no pass waits for one, so that a pass takes as
     long with a sync as without.
     """
-    causal = shape.schedule == "terapipe" or rng.random() < 0.3
+    schedule = shape.made()
+    if schedule is None:
+        raise ValueError(f"there is no schedule of {shape}: draw its sizes by draw_shape")
+    causal = shape.slices > 1 or rng.random() < 0.3
     graph = _gpt() if causal else mlp([64, 256, *[192] * 12, 32], batch=BATCH)
     layers = [i for i, each in enumerate(graph.operators) if not each.is_source]
     cuts = sorted(rng.sample(range(1, len(layers)), shape.num_stages - 1))
     stage_of = {i: sum(place >= cut for cut in cuts) for place, i in enumerate(layers)}
-    zero = 0 if shape.schedule.startswith("pipedream") else rng.choice([0, 1, 2, 3])
+    zero = 0 if schedule.stashes_weights else rng.choice([0, 1, 2, 3])
     choices = data_parallel(graph, (shape.ways,), zero=zero)
     stages = [
         Stage(
@@ -80,7 +123,7 @@ def draw_plan(rng: random.Random, shape: Shape) -> tuple[Plan, OperatorGraph]:
             {name: choices[name] for name in part},
         )
         for part, rank in zip(
-            by_stage(graph, stage_of, shape.num_stages), _ranks(shape), strict=True
+            by_stage(graph, stage_of, shape.num_stages), schedule.homes, strict=True
         )
     ]
     plan = Plan(
@@ -91,10 +134,10 @@ def draw_plan(rng: random.Random, shape: Shape) -> tuple[Plan, OperatorGraph]:
         training=Training(),
         stages=tuple(stages),
         num_microbatches=shape.parts,
-        schedule=CUSTOM if shape.schedule == "v-shaped" else shape.schedule,
+        schedule=CUSTOM if shape.schedule == V_SHAPED else shape.schedule,
         bucket_bytes=rng.choice([0, 2**16]),
-        token_slices=2 if shape.schedule == "terapipe" else 1,
-        orders=_v_orders(shape) if shape.schedule == "v-shaped" else (),
+        token_slices=shape.slices,
+        orders=tuple(schedule.to_text().splitlines()) if shape.schedule == V_SHAPED else (),
     )
     return plan, graph
 
@@ -112,17 +155,10 @@ def _gpt() -> OperatorGraph:
     )
 
 
-def _ranks(shape: Shape) -> Sequence[int]:
-    if shape.schedule == "v-shaped":
-        return [*range(shape.ranks), *reversed(range(shape.ranks))]
-    return [stage % shape.ranks for stage in range(shape.num_stages)]
-
-
-def _v_orders(shape: Shape) -> tuple[str, ...]:
+def _v_shaped(shape: Shape) -> Schedule:
     """Forward down and up again, and back: the later stage's backward whole, the other's split."""
     orders = tuple(tuple(_v_order(shape, rank)) for rank in range(shape.ranks))
-    text = Schedule(CUSTOM, shape.num_stages, shape.parts, orders).to_text()
-    return tuple(text.splitlines())
+    return Schedule(CUSTOM, shape.num_stages, shape.parts, orders)
 
 
 def _v_order(shape: Shape, rank: int) -> Iterator[Action]:

@@ -7,8 +7,9 @@ the predicted timeline. The n-th row of a name is the n-th instruction of that t
     gradient syncs        each behind the pass that makes it, and no later than its block ends and
                           the syncs before it, and what blocks gathered since; stage by stage as
                           in the program
-    transfers             no later than the block ends in which the program has them, and what the
-                          link carried before
+    transfers             no later than the block ends in which the program has them, what the
+                          link carried before, and sums of earlier gradients of the same stage,
+                          without which the block begins none of its own
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ class _Order:
 
     def _communication(self, there: Sequence[Moment]) -> Iterator[str]:
         over, made = self._ends(there), dict[str, int]()
+        held = self._held(there)
         begun: dict[object, list[tuple[Span, int]]] = defaultdict(list)
         gathered = self._gathered(there)
         for moment in there:
@@ -206,7 +208,7 @@ class _Order:
                 ),
                 default=0,
             )
-            latest = max(over[moment], before)
+            latest = max(over[moment], before, held.get(moment, 0))
             if span.start > latest and not name.endswith(BOTH):
                 yield f"{name} begins {span.start - latest} ns after it may"
         yield from self._syncs(there)
@@ -254,6 +256,22 @@ class _Order:
             gathers = (self.spans[moment] for moment in inside if _is_gather(moment))
             before, total = total, total + sum(each.end - each.start for each in gathers)
             found.update(dict.fromkeys(inside, (before, total)))
+        return found
+
+    def _held(self, there: Sequence[Moment]) -> dict[Moment, int]:
+        """By transfer of a gradient, when the sums of earlier blocks of its stage are through."""
+        found: dict[Moment, int] = {}
+        summed: dict[int, int] = defaultdict(int)
+        for inside in self._in_blocks(there):
+            made = any(moment[0].endswith((" backward", " weight gradient")) for moment in inside)
+            sent = [moment for moment in inside if " ⇢ " in moment[0]]
+            for moment in sent if made else ():
+                stage = int(moment[0].removeprefix("stage ").partition(" ")[0])
+                found[moment] = summed[stage]
+            for name, number in inside:
+                if name.endswith(" sync"):
+                    stage = self.stage_of[name.partition(" ")[0]]
+                    summed[stage] = max(summed[stage], self.spans[name, number].end)
         return found
 
     def _queue(self, moment: Moment) -> object:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 
-from benchmarks.properties.drawn import KINDS, draw_plan, draw_shape
+from benchmarks.properties.drawn import draw_plan, draw_shape, kinds
 from benchmarks.properties.order import disorder
 from benchmarks.properties.setups import (
     draw_setup,
@@ -41,7 +41,7 @@ FREE = 0.001
 def orders(rng: random.Random) -> Iterator[Try]:
     """Every schedule is in the order of its lowered programs; the excess is what is not."""
     while True:
-        for kind in KINDS:
+        for kind in kinds():
             plan, graph = draw_plan(rng, draw_shape(rng, kind))
             found = disorder(plan, graph, RooflineCosts())
             yield Try(f"{plan.name} of {graph.name}: {found[:3]}", float(len(found)))

@@ -319,4 +319,4 @@ def _pending(work: dist.Work | None, result: Callable[[], T]) -> Pending[T]:
         ending.ns = perf_counter_ns()
 
     work.get_future().add_done_callback(note)
-    return Pending(finish, ending)
+    return Pending(finish, ending, lambda: bool(ending.ns))

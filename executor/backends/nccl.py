@@ -544,7 +544,10 @@ class NcclCommunicator(ProcessMember):
             held.clear()
             return made
 
-        return Pending(finish, Ending())
+        def is_over() -> bool:  # Nobody may ask while a graph is recorded.
+            return self._forked is None and self._streams.is_over(last)
+
+        return Pending(finish, Ending(), is_over)
 
     def _join(self, stream: Stream) -> Event:
         """Let a side stream go on behind what the compute stream was given; its event there."""

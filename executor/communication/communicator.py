@@ -26,15 +26,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """A collective on its way: `finish` waits for it and gives this member's result."""
+    """A collective on its way: `finish` waits for it and gives this member's result.
+
+    Until then it holds all memory that it works on; `is_over` says whether nobody would wait.
+    """
 
     finish: Callable[[], T]
     ending: Ending
+    is_over: Callable[[], bool]
 
 
 def done(result: T) -> Pending[T]:
     """What is over already."""
-    return Pending(lambda: result, Ending(perf_counter_ns()))
+    return Pending(lambda: result, Ending(perf_counter_ns()), lambda: True)
 
 
 class Communicator(Protocol):

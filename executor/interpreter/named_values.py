@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,9 @@ class NamedValues:
 
     A value that several instructions add to is first shared with whoever made it, so the first sum
     makes a new tensor and only later ones are in place. What a collective that goes on will give
-    is promised, and added when it is read or freed.
+    is promised, and added when it is read or freed. A collective holds all that it works on until
+    then, so sums are added when the next one is promised and they are over, and none is begun
+    while what was promised to the same value before is not there.
 
     Attributes:
         begun: when collectives that were begun since somebody last looked will have ended.
@@ -41,6 +44,7 @@ class NamedValues:
         self.seed = 1.0
         self._own: set[str] = set()
         self._promised: dict[str, list[Callable[[], Tensor]]] = {}
+        self._sums: deque[tuple[str, Callable[[], Tensor], Callable[[], bool]]] = deque()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor to a value, or make it the value."""
@@ -62,6 +66,29 @@ class NamedValues:
         if there is not None:
             owed.append(lambda: there)
         owed.append(finish)
+
+    def before_sum(self, names: Iterable[str]) -> None:
+        """Say that sums for values are to be begun: what was promised to them is waited for.
+
+        Sums that are over are added, too, those that were begun first; they let go of gradients.
+        """
+        for name in names:
+            if name in self._promised:
+                self._settle(name)
+        while self._sums:
+            name, finish, is_over = self._sums[0]
+            if finish in self._promised.get(name, ()):
+                if not is_over():
+                    break
+                self._settle(name)
+            self._sums.popleft()
+
+    def promise_sum(
+        self, name: str, finish: Callable[[], Tensor], is_over: Callable[[], bool]
+    ) -> None:
+        """Promise a sum; `is_over` says whether nobody would wait for it."""
+        self.promise(name, finish)
+        self._sums.append((name, finish, is_over))
 
     def _settle(self, name: str) -> Tensor:
         for finish in self._promised.pop(name):

@@ -54,11 +54,19 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: NamedV
         assert target is not None
         pending = route.start(read())
         memory.begun.append(pending.ending)
-        if not instruction.adds:
-            memory.forget(target)
+        memory.forget(target)
         memory.promise(target, lambda: final(pending.finish()))
 
-    return begin if instruction.later and steps and target is not None else run
+    def begin_sum() -> None:
+        assert target is not None
+        memory.before_sum([target])
+        pending = route.start(read())
+        memory.begun.append(pending.ending)
+        memory.promise_sum(target, lambda: final(pending.finish()), pending.is_over)
+
+    if not (instruction.later and steps and target is not None):
+        return run
+    return begin_sum if instruction.adds else begin
 
 
 def join(instruction: Join, memory: NamedValues) -> Action:
@@ -112,10 +120,11 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: NamedVal
         tensors: list[Tensor] = [
             values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
         ]
+        memory.before_sum([target for target, _ in ends])
         pending, finishes = start_together(routes, tensors)
         memory.begun.append(pending.ending)
         for (target, final), finish in zip(ends, finishes, strict=True):
-            memory.promise(target, partial(_finished, final, finish))
+            memory.promise_sum(target, partial(_finished, final, finish), pending.is_over)
 
     return run
 

@@ -3,7 +3,7 @@
 Instructions are played in order over storages: a value is a storage or a view of one, a tape holds
 the storages of what its operator's backward pass needs (`saved_for_backward`), and a
 storage is alive as long as any of them is. What kernels allocate inside, and messages on their
-way, do not count.
+way, do not count; of gradients whose sums are on their way there is one a parameter at most.
 """
 
 from __future__ import annotations

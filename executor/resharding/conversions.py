@@ -96,7 +96,8 @@ class Route:
             return last.comm.start_reduce_scatter(last.chunks(tensor), last.group)
         if tensor is not None and last.step.collective is Collective.ALL_GATHER:
             gathered = last.comm.start_all_gather(tensor, last.shapes, last.group)
-            return Pending(lambda: last.joined(gathered.finish()), gathered.ending)
+            ending, is_over = gathered.ending, gathered.is_over
+            return Pending(lambda: last.joined(gathered.finish()), ending, is_over)
         result = _STEPS[last.step.collective](last, tensor)
         assert result is not None
         return done(result)

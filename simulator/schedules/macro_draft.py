@@ -104,6 +104,7 @@ class Draft:
         self.less: dict[int, int] = {}
         self.syncs: dict[int, tuple[int, ...]] = {}
         self.linked: dict[int, int] = {}
+        self.held_up: dict[int, tuple[int, ...]] = {}
         self.item = [stage * schedule.num_slices + part]
         self.microbatch = [microbatch]
         self.rank = [np.repeat(np.arange(len(lengths)), lengths)]
@@ -176,8 +177,11 @@ class Draft:
             several = len({action.stage for action in order}) > 1
             before: tuple[int, ...] = ()
             ending: list[Action] = []
+            sums: dict[int, tuple[int, ...]] = {}
             for action in order if several or reduces else ():
                 kind, blocks = int(self._begun[self.number[action]]), action.stage in blocking
+                if kind in (*_REDUCED, *_SYNCED) and action.stage in sums:
+                    self._hold_up(action, sums[action.stage])
                 if kind in _SYNCED and several:
                     ending.append(action)
                     before = self._sync(action, kind, before, blocks)
@@ -187,7 +191,7 @@ class Draft:
                 elif reduces and (before or kind in _REDUCED):
                     before = (self._links(action, kind, before),)
                     if kind in _REDUCED and action.stage in reducing:
-                        before = self._sum(action, kind, before[0])
+                        before = sums[action.stage] = self._sum(action, kind, before[0])
             if several:
                 self._update_behind(rank, ending, copied)
 
@@ -244,6 +248,18 @@ class Draft:
         self.syncs[task] = rest, links
         return self.syncs[task]
 
+    def _hold_up(self, action: Action, earlier: tuple[int, ...]) -> None:
+        """Let what follows a block wait for the gradients of its stage that are summed `earlier`.
+
+        Each operator's sum begins when that of the microbatch before is through, so that no more
+        than one gradient of each waits.
+        """
+        task = self.number[action]
+        self.held_up[task] = earlier
+        following = self.rank[0][task + 1 : task + 2]
+        if following.size and following[0] == self.rank[0][task]:
+            self.edges.append(np.array([(each, task + 1) for each in earlier], dtype=np.int64))
+
     def synced(self, action: Action) -> tuple[int, ...]:
         """The tasks with which the gradients of a stage are there, after its last block."""
         task = self.number[action]
@@ -274,6 +290,12 @@ class Draft:
         self.microbatch.append(self.microbatch[0][ends[0]])
         self.rank.append(sender)
         self.edges += [np.stack([ends[0], tasks], axis=1), np.stack([tasks, ends[1]], axis=1)]
+        late = [
+            (each, task)
+            for end, task in zip(ends[0].tolist(), tasks.tolist(), strict=True)
+            for each in self.held_up.get(end, ())
+        ]
+        self.edges.append(np.array(late, dtype=np.int64).reshape(-1, 2))
         busy = np.zeros(count, dtype=np.bool_)
         if blocking:
             # What leaves early goes on beside the rest of its block.

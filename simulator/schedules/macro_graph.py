@@ -29,6 +29,9 @@ not over before they are:
 
     rank 0      F0 B0 F1 B1 F2 B2              │ update
     links         │ sum 0 │ sum 1 │ sync 2 │ publish │
+
+A rank gets no further ahead of them than by the gradients of one microbatch: what follows a block,
+and what it sends, waits for what its stage summed before it. So gradients that wait are bounded.
 """
 
 from __future__ import annotations

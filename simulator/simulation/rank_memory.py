@@ -10,7 +10,7 @@ long after where links are late:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -111,7 +111,25 @@ def _runs(model: PlanModel, macro: Times, rank: int) -> list[BlockRun]:
             start, end = places[s, kind, which]
             summed = sums.of(task) if apart and which else None
             runs.append(BlockRun(s, which, start + offset, end + offset, summed))
-    return runs
+    return _one_sum_each(runs, len(model.parts))
+
+
+def _one_sum_each(runs: Sequence[BlockRun], num_parts: int) -> list[BlockRun]:
+    """The same where no sum waits for longer than until that of the next microbatch is to begin.
+
+    Of an operator, no two are on their way: by then the rank has waited (see `macro_graph`).
+    """
+    later: dict[tuple[int, int], Ints] = {}
+    found: list[BlockRun] = []
+    for run in reversed(runs):
+        key = run.stage // num_parts, run.which
+        if run.summed is not None:
+            ends, then = run.end, later.get(key)
+            if then is not None:
+                run = run._replace(summed=np.minimum(run.summed, then))
+            later[key] = ends
+        found.append(run)
+    return found[::-1]
 
 
 class _Sums:

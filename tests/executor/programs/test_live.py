@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
+from examples.models import MLP
 from stratagem.executor import lower, model_state
-from stratagem.executor.backends.threads import run_local
+from stratagem.executor.backends.threads import LocalCommunicator, run_local
+from stratagem.executor.communication.communicator import Group, Pending
+from stratagem.executor.communication.endings import Ending
 from stratagem.executor.interpreter.held_bytes import held_bytes
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.executor.equality.test_models_executed import case_of
-from tests.support.plans import Case, make_plan, megatron, sharding, whole
+from tests.support.plans import Case, make_case, make_plan, megatron, sharding, whole
 
 SGD = Training(optimizer="sgd")
 
@@ -67,3 +73,40 @@ def test_peaks_are_those_of_the_storages(model: str, name: str) -> None:
     measured = measured_peaks(plan, case)
     for ours, theirs in zip(told, measured, strict=True):
         assert ours == pytest.approx(theirs, rel=0.1), (told, measured)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 2**14])
+def test_no_more_than_one_gradient_of_a_parameter_waits_for_links(bucket_bytes: int) -> None:
+    """On links that are late for ever, gradients of all microbatches waited for the update."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(16, 24), torch.randint(8, (16,))
+    case = make_case(MLP([24, 64, 64, 8]), x=images, target=labels)
+    plan = make_plan(case, sharding("sample", zero=2), (2,), num_microbatches=4, training=SGD)
+    program = lower(replace(plan, bucket_bytes=bucket_bytes), case.graph)
+    whole_bytes = sum(4 * value.numel() for value in case.model.parameters())
+
+    def run(comm: LocalCommunicator) -> tuple[int, int]:
+        begun, held, most = 0, 0, 0
+
+        def start(chunks: Sequence[Tensor], group: Group) -> Pending[Tensor]:
+            nonlocal begun, held, most
+            nbytes = sum(4 * chunk.numel() for chunk in chunks)
+            begun, held = begun + nbytes, held + nbytes
+            most = max(most, held)
+            summed = comm.reduce_scatter(chunks, group)
+
+            def finish() -> Tensor:
+                nonlocal held
+                held -= nbytes
+                return summed
+
+            return Pending(finish, Ending(), lambda: False)
+
+        comm.start_reduce_scatter = start  # type: ignore[method-assign]
+        Interpreter(program, comm, model_state(case.model)).step(case.batch)
+        assert held == 0
+        return begun, most
+
+    for begun, most in run_local(plan.num_devices, run):
+        assert begun == 4 * whole_bytes
+        assert most <= whole_bytes

@@ -6,9 +6,12 @@ import random
 
 import pytest
 
-from benchmarks.properties.drawn import KINDS, Shape, draw_plan, draw_shape
+from benchmarks.properties.drawn import Shape, draw_plan, draw_shape, kinds
 from benchmarks.properties.order import disorder
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import SCHEDULES, interleaved
+from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
 
 SHAPES = [
     Shape("1f1b", ranks=3, per_rank=1, parts=4, ways=2),
@@ -26,10 +29,38 @@ def test_a_known_shape_is_in_the_order_of_its_program(shape: Shape, seed: int) -
     assert disorder(plan, graph, RooflineCosts()) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kinds())
 def test_every_schedule_is_in_the_order_of_its_programs(kind: str) -> None:
     """Blocks, updates, gradient syncs and transfers of every rank, on shapes drawn at random."""
     rng = random.Random(kind)
     for _ in range(4):
         plan, graph = draw_plan(rng, draw_shape(rng, kind))
         assert disorder(plan, graph, RooflineCosts()) == [], plan.name
+
+
+def test_a_registered_schedule_is_drawn_by_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes were drawn by names, of which a schedule of one's own had none."""
+
+    def make(sizes: Sizes) -> Schedule:
+        if (sizes.num_stages, sizes.num_slices) != (2 * sizes.num_ranks, 1):
+            raise ValueError("two stages a rank, whole sequences")
+        return interleaved(sizes.num_stages, sizes.num_microbatches, sizes.num_ranks)
+
+    monkeypatch.setitem(SCHEDULES, "in pairs", ScheduleRecord("in pairs", make))
+    assert "in pairs" in kinds()
+    rng = random.Random(0)
+    for _ in range(5):
+        plan, graph = draw_plan(rng, draw_shape(rng, "in pairs"))
+        assert (plan.schedule, len(plan.stages)) == ("in pairs", 2 * len(set(plan.rank_of)))
+        assert disorder(plan, graph, RooflineCosts()) == [], plan.name
+
+
+def test_a_schedule_of_none_of_the_sizes_that_are_drawn_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(sizes: Sizes) -> Schedule:
+        raise ValueError("never")
+
+    monkeypatch.setitem(SCHEDULES, "never", ScheduleRecord("never", make))
+    with pytest.raises(ValueError, match=r"'never' has none of the .* sizes that are drawn"):
+        draw_shape(random.Random(0), "never")
