@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -150,6 +151,8 @@ class Link:
 
 SPREAD = 0.25
 """How far the calibrations of clusters are apart: steps of one without are off by as much."""
+SAME_UNITS = {"H200": "H100"}
+"""Chips whose matrix units are those of another one."""
 NOT_CALIBRATED = "not calibrated"
 """Said with figures of clusters on which nobody has measured steps."""
 
@@ -213,6 +216,22 @@ class Calibration:
         fitted = self.product_scale, self.memory_scale, self.launch_us
         return SPREAD if fitted == (1.0, 1.0, 0.0) else 0.0
 
+    def on(self, device: DeviceType, before: Sequence[DeviceType]) -> Calibration:
+        """What is known where devices take the place of those that steps were measured on.
+
+        Everything if they are the same chip, whatever its memory. Else how long products take, if
+        they multiply by the same units, and what communicators take.
+        """
+        chip = _chip(device)
+        if all(_chip(each) == chip for each in before):
+            return self
+        units = {SAME_UNITS.get(each, each) for each in (chip, *map(_chip, before))}
+        return Calibration(
+            product_scale=self.product_scale if len(units) == 1 else 1.0,
+            reserved_gib=self.reserved_gib,
+            relative_error=SPREAD,
+        )
+
     def scale(self, *, matmul: bool) -> float:
         """How much longer a kernel takes: one on matrix units, or another."""
         return self.product_scale if matmul else self.memory_scale
@@ -224,6 +243,11 @@ class Calibration:
         """
         launch = 0.0 if self.launch_us else device.launch_us / scale
         return device if launch == device.launch_us else device.launched(launch)
+
+
+def _chip(device: DeviceType) -> str:
+    """What stands before the size of the memory in a name: the A100 of A100-40GB."""
+    return device.name.partition("-")[0]
 
 
 CLUSTER_FORM = FileForm(version=1, remedy="write the cluster file again")
@@ -378,9 +402,15 @@ class Cluster(SavedValue):
     def with_devices(self, num_devices: int, *, device: DeviceType | None = None) -> Cluster:
         """The same hardware with `num_devices`: whole nodes, or part of one; perhaps another type.
 
+        Where that is another chip, nobody has measured steps on such a cluster: it is not
+        calibrated, and of the constants it has those of the chip, if any (see `Calibration.on`).
+
         Example:
             >>> Cluster.preset("dgx-a100").with_devices(4).num_nodes
             1
+            >>> h200 = Cluster.preset("dgx-h200").device_type(0)
+            >>> Cluster.preset("a100-800g").with_devices(16, device=h200).calibration.spread
+            0.25
 
         Raises:
             ValueError: more than one node, and not a whole number of them.
@@ -395,7 +425,10 @@ class Cluster(SavedValue):
         if device is None:
             return sized
         return replace(
-            sized, node_devices=(device.name,) * sized.num_nodes, device_types=(device,)
+            sized,
+            node_devices=(device.name,) * sized.num_nodes,
+            device_types=(device,),
+            calibration=sized.calibration.on(device, sized.device_types),
         )
 
 

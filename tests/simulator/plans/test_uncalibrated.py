@@ -122,6 +122,29 @@ def test_a_calibration_without_constants_is_none() -> None:
         Calibration(relative_error=-1.0)
 
 
+@pytest.mark.parametrize("name", [n for n in preset_names() if n not in UNMEASURED])
+def test_another_chip_in_a_measured_cluster_is_not_calibrated(name: str) -> None:
+    """Constants that were fitted to A100s went with H200s, and nothing was said."""
+    if name == "local-cpu":
+        return
+    measured = Cluster.preset(name)
+    for preset in ("dgx-a100", "dgx-a100-40", "dgx-h200", "h100-3200g", "p3.16xlarge"):
+        device = Cluster.preset(preset).device_type(0)
+        own, new = (each.name.split("-")[0] for each in (measured.device_type(0), device))
+        cluster = measured.with_devices(8, device=device)
+        simulation = simulated(cluster)
+        assert simulation.is_calibrated == (own == new)
+        if own == new:
+            assert cluster.calibration == measured.calibration
+            continue
+        known = Cluster.preset(preset).calibration
+        hopper = {own, new} == {"H100", "H200"}
+        assert cluster.calibration.product_scale == (known.product_scale if hopper else 1.0)
+        assert (cluster.calibration.launch_us, cluster.calibration.stall_us) == (0.0, 0.0)
+        assert cluster.calibration.reserved_gib == measured.calibration.reserved_gib
+        assert simulation.relative_error >= 0.25
+
+
 def test_search_report_and_clusters_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     result = sg.search(small(), cluster, budget=sg.Budget(200), baselines=())
