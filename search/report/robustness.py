@@ -8,12 +8,12 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.searcher.driver.result import SearchResult
+from stratagem.searcher.report.erring_prices import PriceGroup, StepSlopes, drawn_factors
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
-from stratagem.simulator.simulation.erring_prices import PriceGroup, StepSlopes, drawn_factors
 
 FOUND = "found plan"
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import stratagem as sg
+from stratagem.searcher.report.erring_prices import PriceGroup, drawn_factors, erring
 from stratagem.searcher.report.robustness import FOUND, Robustness, robustness
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
-from stratagem.simulator.simulation.erring_prices import PriceGroup, drawn_factors, erring
 from stratagem.simulator.simulation.simulation import simulate_plan
 
 

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.searcher.space.training_setup import TrainingSetup
-from stratagem.simulator.graph.models import gpt
-from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.hardware.cluster import Calibration, Cluster, GroupFigures, Link
-from stratagem.simulator.kernel_times.cost_model import RooflineCosts
-from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.simulation.erring_prices import (
+from stratagem.searcher.report.erring_prices import (
     PriceGroup,
     StepSlopes,
     drawn_factors,
     erring,
     price_errors,
 )
+from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Calibration, Cluster, GroupFigures, Link
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.priced_plan import plan_model
 from stratagem.simulator.simulation.simulation import simulate_plan
 
