@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,15 @@ def family(setting: Setting, name: str) -> Model:
         KeyError: when there is no such family.
     """
     torch.manual_seed(0)
-    return FAMILIES[name](setting)
+    made = FAMILIES[name](setting)
+    return replace(made, built=made.built or _graph_of(setting, name))
+
+
+@cache
+def _graph_of(setting: Setting, name: str) -> OperatorGraph:
+    """Of a model of a family, captured once a process."""
+    with torch.random.fork_rng():
+        return FAMILIES[name](setting).graph
 
 
 def language(module: nn.Module, batch: int, sequence: int, vocabulary: int) -> Model:

@@ -449,9 +449,11 @@ def test_profile_search_run_compare(place: Path) -> None:
 
     model = "small_model:build"
     assert "GB/s" in shell("profile", model, "--out", "here.json")
-    shell("search", model, "-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")
+    options = ("-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")
+    done = call("search", model, *options)
+    assert done.exit_code == 0, done.output
     shown = shell("run", "p.json", model, "--steps", "3", "--check", "-o", "run.json")
     assert "a step agrees with one process of torch" in shown
-    shown = shell("compare", "p.json", model, "run.json", "--measure", "--plot", "step.png")
-    assert "whole step" in shown
+    done = call("compare", "p.json", model, "run.json", "--measure", "--plot", "step.png")
+    assert "whole step" in done.stdout
     assert {"here.json", "p.json", "run.json", "step.png"} <= files(place)

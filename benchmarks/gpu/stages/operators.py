@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ CACHE = "timings.sqlite"
 PRECISIONS = ("bfloat16", "float32")
 SECONDS, TINY_SECONDS = 20.0, 4.0
 """For one model in one precision; operators that are left then are told."""
+
+EFFORT = Effort(seconds=0.1, relative_error=0.03)
+TINY_EFFORT = Effort(seconds=0.0, max_drift=math.inf, evict_bytes=0)
 
 TINY: Sizes = {
     "num_layers": 1,
@@ -46,14 +50,13 @@ def cases(setting: Setting) -> list[Case]:
 def _case(setting: Setting, name: str, precision: str) -> Figures:
     graph = MODELS[name](setting)
     mesh = {number: [(REPLICATE,)] for number in range(len(graph.operators))}
-    effort = Effort(seconds=0.1, relative_error=0.03)
     with TimingCache(setting.out / CACHE) as cache:
         report = profile_operators(
             local_operators(graph, mesh, (1,)),
             Training(precision),
             cache,
             device=setting.device,
-            effort=effort,
+            effort=setting.size(EFFORT, TINY_EFFORT),
             seconds=setting.size(SECONDS, TINY_SECONDS),
         )
         kept = len(cache)

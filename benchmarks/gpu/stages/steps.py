@@ -40,10 +40,12 @@ def _plans(setting: Setting, kind: str) -> Figures:
     plans = tuple(each for each in given.plans if each[0].startswith(kind))
     found, _ = compared(replace(given, plans=plans, turns=setting.size(TURNS, TINY_TURNS)))
     lines = [line(each) for each in found]
+    drawn = setting.size(len(found), 1)
+    pictures = [_picture(setting, each) for each in found[:drawn]]
+    pictures += ["none: one a model is drawn in a rehearsal"] * (len(found) - drawn)
     return {
         "plans": [
-            {**told, "picture": _picture(setting, each)}
-            for told, each in zip(lines, found, strict=True)
+            {**told, "picture": picture} for told, picture in zip(lines, pictures, strict=True)
         ],
         "errors": [each["error"] for each in lines],
     }

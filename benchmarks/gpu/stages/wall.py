@@ -29,7 +29,7 @@ def cases(setting: Setting) -> list[Case]:
     """Every way beside eager torch, in turns, for every model."""
     return [
         Case(f"{name}: {way}", partial(_case, setting, name, way), 200)
-        for name in MODELS
+        for name in setting.size([*MODELS], TINY_MODELS)
         for way in WAYS
     ]
 
@@ -148,3 +148,5 @@ MODELS: dict[str, Callable[[Setting], host.Case]] = {
     "gpt-2, 32 x 1024": lambda setting: _gpt(setting, 32),
     "resnet, 64 images": _resnet,
 }
+TINY_MODELS = ["gpt-2, 8 x 1024", "resnet, 64 images"]
+"""Those of a rehearsal, in which batches of 8 and of 32 are one."""

@@ -13,14 +13,17 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from benchmarks.gpu import runner, summary
+from benchmarks.gpu import runner, summary, worker
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.results import add, all_lines, file_of, lines_of
 from benchmarks.gpu.runner import ROOT, run_stages
 from benchmarks.gpu.setting import DONE, SKIPPED, STAGES, Setting, SkippedError
 from benchmarks.gpu.stages.one_rank import LOSSES_OFF
 from stratagem.simulator.base.precision import PRECISIONS
+
+torch.set_num_threads(1)
 
 STAGE = "kernels"
 CASES = """
@@ -104,7 +107,7 @@ def test_what_time_was_too_short_for_is_run_by_the_next_call(
     text = CASES.replace("os.kill(os.getpid(), signal.SIGSEGV)", '{"figure": 1}')
     once = '{"figure": 1} if (setting.out / "mended").exists() else time.sleep(600), seconds=300'
     (tmp_path / "stage.py").write_text(text.replace("time.sleep(600), seconds=0.5", once))
-    run_stages(setting, [STAGE], 30)
+    run_stages(setting, [STAGE], 12)
     assert states(setting) == {"first": "done", "crashes": "done", "hangs": "left"}
     (setting.out / "mended").touch()
     run_stages(setting, [STAGE], 300)
@@ -257,18 +260,45 @@ def command(*options: str) -> Sequence[str]:
     return [sys.executable, "-m", "benchmarks.gpu", *options]
 
 
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """A folder for all stages: some go on with what others found."""
+    return Setting(tmp_path_factory.mktemp("rehearsal"), rehearse=True)
+
+
+def assert_rehearsed(setting: Setting, stage: str) -> None:
+    lines = lines_of(setting, stage)
+    assert lines
+    assert {line["state"] for line in lines} <= {DONE, SKIPPED}
+    assert all("why" in line for line in lines if line["state"] == SKIPPED)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_is_rehearsed_without_a_gpu(rehearsal: Setting, stage: str) -> None:
+    """All that agrees on stand-ins or is left out for a reason, and nothing else: in this process,
+    which has imported already what the process of a stage begins by importing.
+    """
+    cases = worker.cases_of(rehearsal, stage)
+    assert cases
+    assert all(worker.run_case(rehearsal, stage, case) for case in cases)
+    assert_rehearsed(rehearsal, stage)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_whole_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
-    """Every stage on stand-ins: all that agrees or is left out for a reason, and nothing else."""
-    run = [*command("--rehearse", "--out", str(tmp_path), "--minutes", "15")]
+@pytest.mark.parametrize(
+    "stages",
+    [["communicators"], pytest.param([*STAGES], marks=pytest.mark.long, id="all")],
+)
+def test_what_was_rehearsed_is_not_done_again(tmp_path: Path, stages: list[str]) -> None:
+    one = ["--stage", *stages] if len(stages) == 1 else []
+    run = [*command("--rehearse", "--out", str(tmp_path), "--minutes", "15"), *one]
     first = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stdout + first.stderr
-    for stage in STAGES:
-        lines = lines_of(Setting(tmp_path, rehearse=True), stage)
-        assert lines, stage
-        assert {line["state"] for line in lines} <= {DONE, SKIPPED}
-        assert all("why" in line for line in lines if line["state"] == SKIPPED)
+    for stage in stages:
+        assert_rehearsed(Setting(tmp_path, rehearse=True), stage)
     texts = {path: path.read_text() for path in tmp_path.glob("*.jsonl")}
     assert all(json.loads(line) for text in texts.values() for line in text.splitlines())
     again = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
