@@ -79,6 +79,7 @@ DRAWING = frozenset({"dropout", "uniform", "normal"})
 SOURCE_FUNCTIONS: dict[str, str] = {
     **{name: text for name, text in STEP_FUNCTIONS.items() if name not in DRAWING},
     "arange": "arange(start, stop, step, dtype): evenly spaced numbers, stop excluded",
+    "eye": "eye(rows, columns, dtype): 1 where both are the same, else 0",
     "full": "full(shape, value, dtype): one number everywhere",
     "tensor": "tensor(nested_list, dtype): a constant",
     "floor_divide": "floor_divide(a, b): a // b",

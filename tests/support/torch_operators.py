@@ -104,6 +104,17 @@ def _pointwise(name: str, *given: Any) -> Called:
     return Called(lambda h: getattr(at, name)(h, *given))
 
 
+class _Scaled(nn.Module):
+    """Scales by a product of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.rand(6, 1) + 0.5) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * (2 * self.one.flatten() * self.two.flatten())
+
+
 OPERATORS: dict[str, Called] = {
     # products
     "einsum": Called(lambda h: torch.einsum("bif,bjf->bij", h, h)),
@@ -145,6 +156,13 @@ OPERATORS: dict[str, Called] = {
     "unfold": Called(lambda h: functional.unfold(h, 3), IMAGE),
     "fold": Called(lambda h: functional.fold(h, (4, 4), 2, stride=2), (4, 12, 4)),
     "unfold_dim": Called(lambda h: h.unfold(1, 3, 1)),
+    # repeats, constants
+    "repeat_samples": Called(lambda h: h[:, None].repeat(1, 3, 1, 1).flatten(1, 2)),
+    "repeat_one": Called(lambda h: h.mean(1, keepdim=True).repeat(1, 4, 1) * h[:, :4]),
+    "eye": Called(lambda h: h @ (torch.eye(6) + torch.eye(6).flip(0))),
+    "linspace": Called(lambda h: h * torch.linspace(0.5, 2, 6)),
+    "tril_indices": Called(lambda h: h[:, torch.tril_indices(5, 5)[0]]),
+    "weight_in_a_row": Called(lambda h: h, module=lambda: _Scaled()),
     # norms
     "group_norm": Called(lambda h: h, IMAGE, module=lambda: nn.GroupNorm(3, 6)),
     "instance_norm": Called(lambda h: h, IMAGE, module=lambda: nn.InstanceNorm2d(6, affine=True)),

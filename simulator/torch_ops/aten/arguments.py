@@ -46,7 +46,9 @@ SHAPE_SAYS: dict[str, tuple[str, ...]] = {
 
 DTYPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("view", "to", "_to_copy", "type_as"), ("dtype", "other")),
-    **dict.fromkeys(("sum", "mean", "softmax", "cumsum", "arange", "scalar_tensor"), ("dtype",)),
+    **dict.fromkeys(
+        ("sum", "mean", "softmax", "cumsum", "arange", "scalar_tensor", "eye"), ("dtype",)
+    ),
     **dict.fromkeys(("ones_like", "zeros_like", "full_like", "empty_like"), ("dtype",)),
     **dict.fromkeys(("ones", "zeros", "full", "empty"), ("dtype",)),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), ("dtype",)),

@@ -152,8 +152,13 @@ def _leaves(expression: Expression) -> list[Expression]:
     return [each for each in found.values() if each.function in ("input", "buffer")]
 
 
-def evaluate(node: Node, constants: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The value of a constant node, computed on the CPU; None if too large or unknown."""
+def evaluate(
+    node: Node, constants: Mapping[str, torch.Tensor], *, most: int = LARGEST_CONSTANT
+) -> torch.Tensor | None:
+    """The value of a constant node, computed on the CPU; None if too large or unknown.
+
+    Random numbers are not known, nor is what has more than `most` elements.
+    """
     values: dict[Node, Any] = {}
 
     def value(argument: Any) -> Any:
@@ -171,10 +176,12 @@ def evaluate(node: Node, constants: Mapping[str, torch.Tensor]) -> torch.Tensor 
                 raise _NoValueError
             return constants[each.name]
         shown = each.meta.get("val")
-        if isinstance(shown, torch.Tensor) and shown.numel() > LARGEST_CONSTANT:
+        if isinstance(shown, torch.Tensor) and shown.numel() > most:
             raise _NoValueError
         given = {key: value(item) for key, item in each.kwargs.items()}
         target: Any = each.target
+        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+            raise _NoValueError
         arguments = [value(item) for item in each.args]
         if isinstance(shown, torch.Tensor) and target.overloadpacket.__name__ in POINTWISE:
             # Repeated elements are computed once: a mask for all samples and heads is one square.

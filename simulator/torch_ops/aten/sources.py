@@ -45,6 +45,11 @@ def _arange(a: Arguments, shape: Shape, dtype: str) -> Term:
     return Term("arange", (start, a["end"], step, dtype))
 
 
+@reads("n", "m")
+def _eye(a: Arguments, shape: Shape, dtype: str) -> Term:
+    return Term("eye", (a["n"], a.get("m", a["n"]), dtype))
+
+
 def _full(value: Any) -> Sourced:
     @reads(*(["fill_value"] if value is None else []))
     def make(a: Arguments, shape: Shape, dtype: str) -> Term:
@@ -167,6 +172,7 @@ SOURCES: dict[str, Sourced] = {
     **dict.fromkeys(("expand", "expand_as"), _EXPAND),
     "repeat": _plain("repeat", "self", "repeats"),
     "arange": _arange,
+    "eye": _eye,
     "full": _full(None),
     "full_like": _full(None),
     "new_full": _full(None),

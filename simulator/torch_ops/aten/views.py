@@ -30,6 +30,17 @@ def _expand(call: AtenCall) -> DraftTensor:
     return expand(call.tensor("self"), call.shape)
 
 
+def _repeat(call: AtenCall) -> DraftTensor:
+    """Elements again and again: what has one along a dim is expanded."""
+    x, counts = call.tensor("self"), list(call.given("repeats"))
+    shape = [1] * (len(counts) - len(x.dims)) + list(x.shape)
+    apart = [size for pair in zip([1] * len(shape), shape, strict=True) for size in pair]
+    again = [size for pair in zip(counts, shape, strict=True) for size in pair]
+    if all(count == 1 or size == 1 for count, size in zip(counts, shape, strict=True)):
+        return expand(reshape(x, shape), call.shape)
+    return reshape(expand(reshape(x, apart), again), call.shape)
+
+
 def _broadcast_tensors(call: AtenCall) -> list[DraftTensor]:
     tensors = [call.handle(each, broadcast=True) for each in call.given("tensors")]
     return [expand(each, call.shape) for each in tensors]
@@ -94,6 +105,7 @@ VIEW_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     **dict.fromkeys((*_SHAPED, "view_as", "reshape_as", "ravel"), reads("self")(_view)),
     **dict.fromkeys(("expand", "expand_as"), reads("self")(_expand)),
     "broadcast_tensors": reads("tensors")(_broadcast_tensors),
+    "repeat": reads("self", "repeats")(_repeat),
     "permute": reads("self", "dims")(_permute),
     "transpose": reads("self", "dim0", "dim1")(_permute),
     **dict.fromkeys(("t", "numpy_T", "mT"), reads("self")(_permute)),

@@ -122,6 +122,36 @@ def _traced(
         ) from error
 
 
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+
+_AT_PLACES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+_LARGEST_WRITTEN = 2**12
+"""Elements of the largest tensor of numbers that is written out where nothing is computed."""
+
+
+def _numbers_again(made: torch.Tensor, numbers: Any) -> torch.Tensor:
+    """A tensor of numbers on the meta device, which lost them, made of calls that have them."""
+    if isinstance(numbers, torch.Tensor) or not 0 < made.numel() <= _LARGEST_WRITTEN:
+        return made
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        flat = torch.tensor(numbers, dtype=made.dtype, device="cpu").flatten().tolist()
+    dtype, device = made.dtype, made.device
+    if len(set(flat)) == 1:
+        return torch.full(made.shape, flat[0], dtype=dtype, device=device)
+    each = [torch.full((1,), number, dtype=dtype, device=device) for number in flat]
+    return torch.cat(each).reshape(made.shape)
+
+
+def _places_again(index: Any, device: torch.device) -> Any:
+    """An index whose lists of numbers are tensors that have not lost them."""
+    if isinstance(index, tuple):
+        return tuple(_places_again(each, device) for each in index)
+    if isinstance(index, list) and index and all(type(each) is int for each in index):
+        return _numbers_again(torch.tensor(index, device=device), index)
+    return index
+
+
 class _Refusing(TorchFunctionMode):
     """Refuses what an exported program would leave out, where the model does it."""
 
@@ -138,7 +168,12 @@ class _Refusing(TorchFunctionMode):
                 f"capture: torch.autograd.grad is called{_line()}, but a plan differentiates the "
                 "loss once: write the gradient out, or leave the term that needs it out"
             )
-        return func(*args, **(kwargs or {}))
+        if func in _AT_PLACES and args[0].device.type == "meta":
+            args = (args[0], _places_again(args[1], args[0].device), *args[2:])
+        made = func(*args, **(kwargs or {}))
+        if func in _OF_NUMBERS and made.device.type == "meta":
+            return _numbers_again(made, args[0])
+        return made
 
 
 def _scalars(made: Any) -> tuple[torch.Tensor, ...]:

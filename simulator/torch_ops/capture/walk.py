@@ -57,6 +57,9 @@ from stratagem.simulator.torch_ops.generic.programs import Program, UnspeakableE
 _NO_GRADIENT = "wrap_with_set_grad_enabled"
 _WRAPPERS = (_NO_GRADIENT, "wrap_with_autocast")
 
+_LARGEST_WRITTEN = 2**16
+"""Elements of the largest constant that is written down as numbers."""
+
 _LEAVE_STRICTNESS = "; fallback=True takes it as an operator of its own"
 
 
@@ -109,7 +112,7 @@ class Walker:
                 if spec.kind is InputKind.PARAMETER:
                     stored = named[str(spec.target)]
                     values[node] = self._parameter(first[id(stored)], node, stored.requires_grad)
-                else:
+                elif node.users:
                     values[node] = self._given(spec, node)
         output = self._walk(self._exported.graph_module, values)
         return self._built(self._loss(output))
@@ -133,9 +136,22 @@ class Walker:
         name = str(spec.target).removeprefix(self._prefix)
         constant = self._exported.constants.get(str(spec.target))
         if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constant, torch.Tensor):
+            if constant.is_meta:
+                constant = self._without_numbers(constant, node)
             self._constants[node.name] = constant
             return Expression("tensor", (constant.tolist(), dtype), shape, dtype, node)
         return Expression("buffer", (name,), shape, dtype, node)
+
+    def _without_numbers(self, constant: torch.Tensor, node: Node) -> torch.Tensor:
+        """What stands for a tensor that the model made where nothing has numbers."""
+        if not constant.numel():
+            return torch.empty(constant.shape, dtype=constant.dtype)
+        line = next(filter(None, map(source_line, node.users)), "an unknown line")
+        raise ValueError(
+            f"capture of {self._builder.name!r}: what is read at {line} is a tensor of shape "
+            f"{tuple(constant.shape)} that was made on the meta device, where it has no numbers: "
+            "make it on the CPU, or keep it as a buffer"
+        )
 
     def _loss(self, output: Sequence[Any]) -> DraftTensor:
         for value in output:
@@ -310,6 +326,9 @@ class Walker:
         if name in ("split", "unbind", "chunk") and is_source:
             return self._parts(node, name, given)
         if name not in HANDLERS:
+            if not tensors and (known := evaluate(node, {}, most=_LARGEST_WRITTEN)) is not None:
+                dict(given)  # all of its arguments are in its value
+                return Expression("tensor", (known.tolist(), dtype), shape, dtype, node)
             raise ValueError(_unsupported(name))
         handler = HANDLERS[name]
         given.declare(handler.names)

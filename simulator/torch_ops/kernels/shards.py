@@ -177,6 +177,8 @@ def place_of(element: int, operator: Operator, shards: Shards, group: Sequence[s
 
 def is_unlike(layout: Layout, target: Layout) -> bool:
     """Whether a tensor of `layout` does not broadcast against one of `target` as it is."""
+    if len(layout) > len(target):
+        return True
     last = target[len(target) - len(layout) :]
     return not all(own in ((), wanted) for own, wanted in zip(layout, last, strict=True))
 
@@ -193,7 +195,7 @@ def aligned(tensor: Tensor, layout: Layout, target: Layout, sizes: Mapping[str, 
 
     Tensor dims of `target` of which `layout` has nothing get size 1; of those of which it has some
     factors, the other factors are repeated. `layout` may have fewer tensor dims, which are the
-    last.
+    last, or more, which then are of size 1.
     """
     if not is_unlike(layout, target):
         return tensor

@@ -106,6 +106,7 @@ SOURCE_KERNELS: dict[str, Function] = {
     "arange": lambda start, stop, step, dtype: torch.arange(
         start, stop, step, dtype=torch_dtype(dtype)
     ),
+    "eye": lambda n, m, dtype: torch.eye(n, m, dtype=torch_dtype(dtype)),
     "full": lambda shape, value, dtype: torch.full(shape, value, dtype=torch_dtype(dtype)),
     "tensor": lambda values, dtype: torch.tensor(values, dtype=torch_dtype(dtype)),
     "floor_divide": python.floordiv,
@@ -141,7 +142,7 @@ SOURCE_KERNELS: dict[str, Function] = {
 }
 """Functions of a source program."""
 
-MAKERS = frozenset({"arange", "full", "tensor", "maximum", "minimum"})
+MAKERS = frozenset({"arange", "eye", "full", "tensor", "maximum", "minimum"})
 """Those that may make a tensor of numbers, and so must be told where."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch.nn import functional
 
 from stratagem.simulator.torch_ops.aten.expressions import compact, mask_meaning
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import assert_equal_to_torch, make_case, make_plan, sharding, whole
+from tests.support.plans import (
+    assert_equal_to_torch,
+    drawing,
+    make_case,
+    make_plan,
+    sharding,
+    whole,
+)
 
 SAMPLES, HEADS, ROWS, COLUMNS, FEATURES = 4, 2, 5, 5, 6
 
@@ -161,3 +169,40 @@ def test_operators_of_the_outer_model_are_captured_under_a_loss() -> None:
     )
     names = [operator.name for operator in graph.operators]
     assert {"mul", "inner", "cross_entropy"} <= set(names)
+
+
+class Numbers(nn.Module):
+    """Makes tensors of numbers on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        scale = torch.tensor([0.5, 2.0, 3.0], device=x.device) * torch.tensor(2.0, device=x.device)
+        least = torch.tensor(torch.finfo(h.dtype).min, dtype=h.dtype, device=x.device)
+        h = torch.where(h > 0, h, least.clamp(min=-1.0)) * scale
+        return h[:, [0, 2]].square().mean() + h[..., [-1]].mean() + torch.as_tensor(3).to(h)
+
+
+def test_numbers_are_not_lost_where_nothing_is_computed() -> None:
+    """On the meta device tensors of numbers have none, and capture ended as it read them."""
+    x = torch.randn(4, 4)
+    case = make_case(Numbers(), x=x)
+    there = replace(case, graph=capture(Numbers().to("meta"), (x.to("meta"),)))
+    assert_equal_to_torch(there, make_plan(there, whole, (1,)))
+    assert_equal_to_torch(case, make_plan(case, drawing(2), (3,)))
+
+
+def test_a_tensor_that_lost_its_numbers_is_refused() -> None:
+    class Made(Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = torch.ones(3, device="meta")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * self.made).mean()
+
+    with pytest.raises(ValueError, match=r"test_capture_constants.*\(3,\) .*on the meta device"):
+        capture(Made().to("meta"), (torch.randn(4, 4),))
