@@ -55,14 +55,18 @@ SHARED_OPERATORS = 100
 """Models of fewer operators are searched faster than other processes start."""
 SMALL_OPERATORS = 100
 """Of models of fewer operators all skeletons are searched that may be better than the best."""
+LEAST_SEARCHED, SEARCHED_OPERATORS = 2_000, 200_000
+"""Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
+least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
+evaluated in microseconds."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
 """Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
 least two for each skeleton that is searched."""
 NEARLY, MOST_NEARLY = 1.05, 16
-"""Of small models so many skeletons more are searched, without chains, where a plan was met that
-takes less than so many times the best."""
+"""Of small models so many skeletons more are searched, with the least evaluations, where a plan
+was met that takes less than so many times the best."""
 
 LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
@@ -203,7 +207,7 @@ class SearchCourse:
         )
         chosen = _begun_by(own, walked)
         for number, entry in enumerate(chosen):
-            spare = self.budget.evaluations - self.evaluations
+            spare = max(0, self.budget.evaluations - self.evaluations)
             self._search_entry(entry, -(-spare // (len(chosen) - number)), number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
@@ -398,6 +402,7 @@ class SearchCourse:
             starts.append(bound.choice)
         program = IntraProgram(problem)
         starts += self._programmed(program)
+        evaluations = max(evaluations, self._least_evaluations())
         best = self._chains(problem, starts, evaluations, number)
         if not self._time_is_up():
             best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
@@ -407,6 +412,13 @@ class SearchCourse:
         if not self._time_is_up():
             spent = self.evaluations - before
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
+
+    def _least_evaluations(self) -> int:
+        """Of chains on a skeleton, unless the budget has none at all."""
+        if not self.budget.evaluations:
+            return 0
+        operators = len(self.space.situation.graph.operators)
+        return affordable(LEAST_SEARCHED, SEARCHED_OPERATORS, operators, least=0)
 
     def _search_nearly_as_good(self) -> None:
         """Search the others that may still be better, where that costs little.
