@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
 import random
-import stat
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +16,9 @@ from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.checkpoints import shard_writer as writing
 from stratagem.executor.checkpoints.folder import (
-    LOCK_NAME,
     checkpoint_path,
     complete_checkpoints,
     find_checkpoint,
-    only_writer,
 )
 from stratagem.executor.checkpoints.index import INDEX_NAME, PARAMETER, Course
 from stratagem.executor.checkpoints.reader import Checkpoint, load_checkpoint, restore
@@ -32,167 +26,43 @@ from stratagem.executor.checkpoints.shard_writer import save_checkpoint
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.running.execute import prepare
-from stratagem.executor.state.rewritten_parameters import to_model
 from stratagem.executor.training.learning_rates import RateSchedule
-from stratagem.searcher.space.graph_rewrites import steps as one_step
-from stratagem.simulator.graph.models import llama, mlp
+from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard, check_config
-from stratagem.simulator.graph.substitutions import rewrite
-from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.plan.plan import Plan, Stage
-from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.tensor_parts import box_elements
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.checkpoint_runs import (
+    PLANS,
+    TOKENS,
+    batches_of,
+    contents,
+    flip,
+    make_plan,
+    plan_called,
+    replicated,
+    same,
+    sharded,
+    small_llama,
+    state_of,
+)
 
 torch.set_num_threads(1)
-TOKENS = 11
-Chooser = Callable[[Operator, int], Choice]
 
 
 @pytest.fixture(scope="module")
 def graph() -> OperatorGraph:
-    return llama(
-        num_layers=2, hidden=8, num_heads=2, ffn=12, vocabulary=TOKENS, sequence=6, batch=4
-    )
+    return small_llama()
 
 
 @pytest.fixture(scope="module")
 def state(graph: OperatorGraph) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    return {each.name: 0.3 * torch.randn(each.shape) for each in graph.parameters}
+    return state_of(graph)
 
 
 @pytest.fixture(scope="module")
 def data(graph: OperatorGraph) -> list[dict[str, Tensor]]:
-    torch.manual_seed(1)
-    return [
-        {each.name: torch.randint(TOKENS, each.shape) for each in graph.inputs} for _ in range(3)
-    ]
-
-
-# -- plans --------------------------------------------------------------------------------------
-
-
-def replicated(operator: Operator, ways: int) -> Choice:
-    return Choice((REPLICATE,))
-
-
-def sharded(*dims: str, zero: int = 0) -> Chooser:
-    """Shard the first of `dims` that an operator can have sharded."""
-
-    def choose(operator: Operator, ways: int) -> Choice:
-        for name in dims:
-            for dim in operator.dims:
-                if name in (dim.name, dim.kind.value) and legal(operator, Shard(dim.name), ways):
-                    return Choice((Shard(dim.name),), zero)
-        return Choice((REPLICATE,))
-
-    return choose
-
-
-def drawn(seed: int) -> Chooser:
-    rng = random.Random(seed)
-
-    def choose(operator: Operator, ways: int) -> Choice:
-        shards = [
-            Shard(dim.name) for dim in operator.dims if legal(operator, Shard(dim.name), ways)
-        ]
-        tried = rng.choice([REPLICATE, Pin(rng.randrange(ways)), *shards, *shards])
-        if not legal(operator, tried, ways):
-            tried = REPLICATE
-        return Choice((tried,), rng.randrange(4))
-
-    return choose
-
-
-def legal(operator: Operator, placement: object, ways: int) -> bool:
-    try:
-        check_config(operator, (placement,), (ways,))  # type: ignore[arg-type]
-    except ValueError:
-        return False
-    return True
-
-
-def make_plan(
-    graph: OperatorGraph,
-    choose: Chooser,
-    *ways: int,
-    rules: tuple[str, ...] = (),
-    training: Training | None = None,
-) -> Plan:
-    """Stages of so many devices each, with the operators cut in equal parts."""
-    found = [next(step for step in one_step(graph) if step.rule == rule) for rule in rules]
-    graph = rewrite(graph, found).graph
-    names = [operator.name for operator in graph.operators if not operator.is_source]
-    cuts = [len(names) * s // len(ways) for s in range(len(ways) + 1)]
-    stages, device = [], 0
-    for s, count in enumerate(ways):
-        mesh = DeviceMesh((MeshAxis("axis", count),), tuple(range(device, device + count)))
-        device += count
-        sources = tuple(o.name for o in graph.operators if o.is_source) if s == 0 else ()
-        listed = (*sources, *names[cuts[s] : cuts[s + 1]])
-        chosen = {
-            name: replicated(graph.operator(name), count)
-            if name in sources
-            else choose(graph.operator(name), count)
-            for name in listed
-        }
-        stages.append(Stage(listed, mesh, chosen))
-    return Plan(
-        name="test",
-        model=graph.name,
-        fingerprint=graph.fingerprint,
-        cluster=Cluster.preset("dgx-a100", num_nodes=1),
-        training=training or Training(learning_rate=0.01),
-        stages=tuple(stages),
-        num_microbatches=2,
-        substitutions=tuple(found),
-        seed=2,
-    )
-
-
-PLANS: dict[str, tuple[Chooser, tuple[int, ...], tuple[str, ...]]] = {
-    "one device": (replicated, (1,), ()),
-    "data parallel": (sharded("sample"), (2,), ()),
-    "zero 1": (sharded("sample", zero=1), (2,), ()),
-    "zero 3": (sharded("sample", zero=3), (2,), ()),
-    "tensor parallel": (sharded("head", "ffn", "out", "parameter"), (2,), ()),
-    "two stages": (sharded("sample", zero=2), (1, 2), ()),
-    "rewritten": (sharded("sample", zero=1), (2,), ("merge",)),
-    "drawn": (drawn(4), (3,), ()),
-    "drawn and rewritten": (drawn(9), (2, 2), ("merge",)),
-}
-
-
-def plan_called(name: str, graph: OperatorGraph) -> Plan:
-    choose, ways, rules = PLANS[name]
-    return make_plan(graph, choose, *ways, rules=rules)
-
-
-# -- what a checkpoint holds --------------------------------------------------------------------
-
-
-def contents(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """Every tensor of a checkpoint, whole and in the model's form, by kind and name."""
-    found = {}
-    with Checkpoint(find_checkpoint(folder)) as checkpoint:
-        for kind in (PARAMETER, *checkpoint.index.states):
-            whole = {
-                each.name: checkpoint.whole(kind, each)
-                for each in checkpoint.index.tensors
-                if each.trained or kind == PARAMETER
-            }
-            for name, tensor in to_model(checkpoint.index.maps, whole).items():
-                found[kind, name] = tensor
-    return found
-
-
-def same(one: dict[tuple[str, str], Tensor], two: dict[tuple[str, str], Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    return batches_of(graph)
 
 
 @pytest.fixture(scope="module")
@@ -389,12 +259,6 @@ def copy(written: Callable[[str], Path], tmp_path: Path) -> Path:
     return target
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -501,135 +365,6 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(
         run_local(2, run)
 
 
-# -- which checkpoints stay, and who writes them ------------------------------------------------
-
-
-def steps_of(folder: Path) -> list[int]:
-    return list(complete_checkpoints(folder))
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_last_checkpoints_stay(
-    keep: int,
-    graph: OperatorGraph,
-    state: dict[str, Tensor],
-    data: list[dict[str, Tensor]],
-    tmp_path: Path,
-) -> None:
-    plan = plan_called("data parallel", graph)
-    execute(plan, graph, state, data, steps=5, checkpoint=tmp_path, every=1, keep=keep)
-    assert steps_of(tmp_path) == [1, 2, 3, 4, 5][-keep:]
-    if keep > 1:
-        flip(checkpoint_path(tmp_path, 5) / "rank-00000.safetensors")
-        again = execute(
-            plan, graph, state, data, steps=6, resume=checkpoint_path(tmp_path, 4), warmup=0
-        )
-        assert again.first_step == 4
-
-
-def test_what_stays_must_be_at_least_one_and_somewhere(
-    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
-) -> None:
-    plan = plan_called("data parallel", graph)
-    with pytest.raises(ValueError, match="keep=0; at least 1 checkpoint must stay"):
-        execute(plan, graph, state, data, checkpoint=tmp_path, keep=0)
-    with pytest.raises(ValueError, match="keep=3, but there is no folder for checkpoints"):
-        execute(plan, graph, state, data, keep=3)
-
-
-def explode(step: int) -> float:
-    """A learning rate that makes all parameters not a number in the third step."""
-    return 1e60 if step == 2 else 1.0
-
-
-def test_a_loss_that_is_not_finite_is_told_and_costs_no_checkpoint(
-    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
-) -> None:
-    """The step that breaks has a finite loss itself: its parameters are looked at, too."""
-    plan = plan_called("data parallel", graph)
-    given = {"checkpoint": tmp_path, "every": 1, "rate": explode}
-    with pytest.warns(UserWarning, match=r"the loss of step 3 is nan, .* like 3 of 6 of this run"):
-        broken = execute(plan, graph, state, data, steps=6, **given)
-    assert [math.isfinite(loss) for loss in broken.losses] == [True] * 3 + [False] * 3
-    assert steps_of(tmp_path) == [2, 5, 6]
-    with pytest.warns(UserWarning, match=r"after steps 5, 6 are not finite; .* step 2 is taken"):
-        assert find_checkpoint(tmp_path) == checkpoint_path(tmp_path, 2)
-    with pytest.warns(UserWarning, match="step 2 is taken"):
-        again = execute(
-            plan, graph, state, data, steps=6, checkpoint=tmp_path, every=1, resume=tmp_path
-        )
-    whole = execute(plan, graph, state, data, steps=6, checkpoint=tmp_path / "whole", every=1)
-    assert again.losses == whole.losses[2:]
-    assert steps_of(tmp_path) == [5, 6]
-    assert same(contents(tmp_path / "whole"), contents(tmp_path))
-
-
-@pytest.mark.parametrize("rate", [math.inf, math.nan, -0.5])
-def test_a_rate_that_is_none_ends_the_run(
-    rate: float, graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]]
-) -> None:
-    plan = plan_called("data parallel", graph)
-    with pytest.raises(ValueError, match=rf"rate of step 1 is multiplied by {rate}; give"):
-        execute(plan, graph, state, data, steps=3, rate=lambda step: rate if step else 1.0)
-
-
-def test_a_loss_that_must_be_finite_ends_the_run(
-    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
-) -> None:
-    plan = plan_called("data parallel", graph)
-    with pytest.raises(ArithmeticError, match=r"the loss of step 3 is nan, and was to be finite"):
-        execute(
-            plan,
-            graph,
-            state,
-            data,
-            steps=6,
-            checkpoint=tmp_path,
-            every=1,
-            keep=1,
-            rate=explode,
-            finite=True,
-        )
-    assert steps_of(tmp_path) == [2, 3]
-
-
-def test_one_run_at_a_time_writes_to_a_folder(
-    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
-) -> None:
-    plan = plan_called("data parallel", graph)
-    holder = rf"the run of plan 'first', process {os.getpid()} on .* writes checkpoints to"
-    with only_writer(tmp_path, "first"), pytest.raises(ValueError, match=holder):
-        execute(plan, graph, state, data, checkpoint=tmp_path)
-    assert not (tmp_path / LOCK_NAME).exists()
-    (tmp_path / LOCK_NAME).write_text("a run that was killed")
-    execute(plan, graph, state, data, checkpoint=tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == [checkpoint_path("", 1).name]
-
-
-def test_a_lock_that_its_holder_removes_meanwhile_does_not_count(tmp_path: Path) -> None:
-    """Many take and leave a folder in turn: never are two in it."""
-    inside, most, done = [], [], []
-
-    def take() -> None:
-        for _ in range(50):
-            try:
-                with only_writer(tmp_path, "plan"):
-                    inside.append(1)
-                    most.append(len(inside))
-                    inside.pop()
-                    done.append(1)
-            except ValueError:
-                continue
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done
-    assert max(most) == 1
-
-
 def test_every_change_of_an_index_is_found(copy: Path) -> None:
     """Digits and letters of values: what is no JSON any more is found anyway."""
     path = copy / INDEX_NAME
@@ -641,15 +376,3 @@ def test_every_change_of_an_index_is_found(copy: Path) -> None:
         path.write_text(text[:place] + changed + text[place + 1 :])
         with pytest.raises(ValueError, match="checkpoint"):
             load_checkpoint(copy)
-
-
-def test_all_files_of_a_checkpoint_have_the_mode_of_new_files(
-    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
-) -> None:
-    before = os.umask(0o027)
-    try:
-        execute(plan_called("data parallel", graph), graph, state, data, checkpoint=tmp_path)
-    finally:
-        os.umask(before)
-    (folder,) = complete_checkpoints(tmp_path).values()
-    assert {stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()} == {0o640}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import time
 
@@ -12,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.calibration.executor_measurements import executor_update, measure_links
-from stratagem.executor.backends.threads import run_local
+from stratagem.calibration.executor_measurements import executor_update
 from stratagem.profiler import (
-    CollectiveTiming,
     Effort,
     Environment,
     MeasuredCosts,
@@ -23,20 +20,15 @@ from stratagem.profiler import (
     TimingCache,
     TimingKey,
     describe_environment,
-    fit_collectives,
-    fit_link,
     local_operators,
     plan_operators,
     profile_operators,
     profile_updates,
-    time_collectives,
     time_operator,
 )
 from stratagem.profiler.cache.timing_keys import summarise, update_key
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.machine.device_clocks import CudaClock
-from stratagem.profiler.timing import collective_timing
-from stratagem.profiler.timing.collective_timing import KINDS, ROUNDS
 from stratagem.profiler.timing.operator_timing import Trial, operator_work, timed
 from stratagem.profiler.timing.random_operands import random_operands, viewed
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -45,9 +37,8 @@ from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.graph.token_slices import token_slices
-from stratagem.simulator.hardware.cluster import Cluster, Link
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
-from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis, axis_link
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import (
     CostSource,
     Direction,
@@ -506,161 +497,3 @@ class TestUpdates:
         again = profile_updates(training, cache, executor_update, sizes=sizes, effort=QUICK)
         assert again == first
         assert len(cache) == 2
-
-
-class TestLinks:
-    @pytest.mark.parametrize("latency_us", [0.0, 3.0, 150.0])
-    @pytest.mark.parametrize("bandwidth_gb_s", [0.5, 25.0, 300.0])
-    @pytest.mark.parametrize("size", [2, 8])
-    def test_a_fit_recovers_the_link(self, latency_us, bandwidth_gb_s, size):
-        link = axis_link(Link("wire", bandwidth_gb_s, latency_us), False, 1)
-        timings = [
-            CollectiveTiming(kind, n, size, collective_time(kind, n, size, link))
-            for kind in KINDS
-            for n in (2**12, 2**20, 2**28)
-        ]
-        fitted = fit_link(timings, "wire", shares_compute=True)
-        assert fitted.shares_compute
-        (groups,) = fitted.by_group_size
-        assert groups.size == size
-        kinds = fit_collectives(timings)
-        assert {(fit.kind, fit.size) for fit in kinds} == {(kind, size) for kind in KINDS}
-        for found in (fitted, groups, *kinds):
-            assert found.bandwidth_gb_s == pytest.approx(bandwidth_gb_s, rel=0.02)
-            assert found.latency_us == pytest.approx(latency_us, rel=0.01, abs=1e-3)
-
-    def test_messages_and_collectives_have_figures_of_their_own(self):
-        true = {
-            Collective.SEND: Link("wire", 3.0, 40.0),
-            Collective.ALL_REDUCE: Link("", 2.0, 9.0),
-        }
-        timings = [
-            CollectiveTiming(kind, n, 2, collective_time(kind, n, 2, axis_link(link, False, 1)))
-            for kind, link in true.items()
-            for n in (2**12, 2**18, 2**24)
-        ]
-        fitted = fit_link(timings, "wire")
-        assert (fitted.bandwidth_gb_s, fitted.latency_us) == pytest.approx((3.0, 40.0), rel=1e-3)
-        (pairs,) = fitted.by_group_size
-        assert (pairs.bandwidth_gb_s, pairs.latency_us) == pytest.approx((2.0, 9.0), rel=1e-3)
-        message, reduced = sorted(fit_collectives(timings), key=lambda fit: -fit.latency_us)
-        assert (message.kind, reduced.kind) == (Collective.SEND, Collective.ALL_REDUCE)
-        assert message.error == pytest.approx(0, abs=1e-6)
-
-    def test_a_fit_averages_noise(self):
-        """Factors up and down alike: a fit in logarithms, so of relative errors, is unmoved."""
-        link = axis_link(Link("wire", 2.0, 10.0), False, 1)
-        timings = [
-            CollectiveTiming(kind, n, 4, collective_time(kind, n, 4, link) * 1.3 ** (-1) ** i)
-            for kind in KINDS
-            for n in (2**12, 2**16, 2**20, 2**24)
-            for i in range(2)
-        ]
-        fitted = fit_link(timings, "wire")
-        assert fitted.bandwidth_gb_s == pytest.approx(2.0, rel=0.01)
-        assert fitted.latency_us == pytest.approx(10.0, rel=0.01)
-        assert all(
-            fit.error == pytest.approx(math.log(1.3), rel=0.01) for fit in fit_collectives(timings)
-        )
-
-    def test_one_timing_is_too_few(self):
-        timing = CollectiveTiming(Collective.SEND, 10, 2, 1.0)
-        with pytest.raises(ValueError, match="1 timings cannot tell latency"):
-            fit_link([timing], "wire")
-
-    def test_times_must_grow(self):
-        timings = [CollectiveTiming(Collective.SEND, n, 2, 1.0 / n) for n in (10, 1000)]
-        with pytest.raises(ValueError, match="up to 1000 bytes"):
-            fit_link(timings, "wire")
-
-    def test_collectives_of_a_backend_are_timed(self):
-        found = run_local(3, lambda comm: time_collectives(comm, [100, 1200], repeats=2))
-        assert found[0] == found[1] == found[2]
-        assert [(t.kind, t.nbytes) for t in found[0]] == [
-            (kind, n) for kind in KINDS for n in (108, 1200)
-        ]
-        assert all(t.seconds > 0 and t.size == 3 for t in found[0])
-
-    def test_groups_of_several_sizes_are_timed(self):
-        found = run_local(4, lambda comm: time_collectives(comm, [64], groups=(2, 4), repeats=2))
-        assert found[0] == found[3]
-        assert [(t.kind, t.size) for t in found[0]] == [
-            (kind, size)
-            for size in (2, 4)
-            for kind in KINDS
-            if size == 2 or kind is not Collective.SEND
-        ]
-        assert all(t.repeats == 2 * ROUNDS and t.spread >= 0 for t in found[0])
-        waits = {t.size: t.wait for t in found[0] if t.kind is not Collective.SEND}
-        assert all(t.wait == waits[t.size] for t in found[0] if t.kind is not Collective.SEND)
-        assert min(waits.values()) > 0
-
-    def test_waiting_for_a_late_rank_is_no_time_of_a_collective(self, monkeypatch):
-        """Ranks that come 20 ms apart, and a collective that takes 2 ms from the last one on."""
-
-        def computing(peers, kind):
-            late = itertools.cycle([peers.rank, 1 - peers.rank])
-            return lambda: time.sleep(0.02 * next(late))
-
-        def slow(peers, kind, numel, size):
-            def run():
-                peers.barrier()
-                time.sleep(0.002)
-
-            return run
-
-        monkeypatch.setattr(collective_timing, "_computation", computing)
-        monkeypatch.setattr(collective_timing, "_collective", slow)
-        (found,) = run_local(
-            2, lambda comm: time_collectives(comm, [64], kinds=[Collective.ALL_REDUCE], repeats=6)
-        )[0]
-        assert 0.002 <= found.seconds < 0.015
-
-    def test_ranks_wait_for_whichever_is_slow(self, monkeypatch):
-        """Two ranks that take turns to take twice as long: the last takes 4 ms, the mean 3."""
-        monkeypatch.setattr(collective_timing, "WORK_SECONDS", 0.003)
-
-        def waits(comm):
-            turns = itertools.cycle((0.004, 0.002) if comm.rank else (0.002, 0.004))
-            return collective_timing._wait(comm, 2, lambda: time.sleep(next(turns)))
-
-        one, other = run_local(2, waits)
-        assert one == other
-        assert one == pytest.approx(1 / 3, rel=0.3)
-
-    def test_waits_of_a_group_become_the_links(self):
-        timings = [
-            CollectiveTiming(kind, n, size, 1e-5 + n * 1e-9, wait=wait)
-            for kind in (Collective.ALL_REDUCE, Collective.BROADCAST)
-            for n in (10**4, 10**7)
-            for size, wait in ((2, 0.05), (8, 0.11))
-        ]
-        link = fit_link(timings, "wire")
-        assert [figures.wait for figures in link.by_group_size] == pytest.approx([0.05, 0.11])
-        assert link.wait(4) == pytest.approx(0.08)
-        assert link.wait(1) == 0
-
-    @pytest.mark.parametrize("size", [1, 3])
-    def test_groups_that_are_not_there(self, size):
-        with pytest.raises(ValueError, match=f"a group of {size} ranks cannot be timed"):
-            run_local(2, lambda comm: time_collectives(comm, groups=(size,)))
-
-    def test_kinds_that_are_not_timed(self):
-        with pytest.raises(ValueError, match="scatter cannot be timed here"):
-            run_local(2, lambda comm: time_collectives(comm, kinds=[Collective.SCATTER]))
-
-    def test_one_rank_has_no_link(self):
-        with pytest.raises(ValueError, match="at least 2"):
-            run_local(1, lambda comm: time_collectives(comm))
-        with pytest.raises(ValueError, match="at least 2"):
-            measure_links(1)
-
-    def test_a_measurement_that_takes_too_long(self):
-        with pytest.raises(TimeoutError, match=r"took longer than 0\.1 s"):
-            measure_links(2, timeout=0.1)
-
-    @pytest.mark.slow
-    def test_links_between_processes(self):
-        link = measure_links(2)
-        assert link.shares_compute
-        assert link.bandwidth_gb_s > 0
