@@ -43,6 +43,7 @@ from stratagem.simulator.torch_ops.capture.in_place import (
     storages,
     written,
 )
+from stratagem.simulator.torch_ops.capture.mean_losses import divide_sums
 from stratagem.simulator.torch_ops.capture.nodes import (
     aten_name,
     by_schema,
@@ -100,6 +101,7 @@ class Walker:
         self._counters = check_state(self._exported, self._model, self._prefix)
         try:
             write_functionally(self._exported.graph_module, self._counters)
+            divide_sums(self._exported.graph_module)
         except WriteError as error:
             raise ValueError(f"{self._describe(error.node)}: {error}") from error
         nodes = {node.name: node for node in self._exported.graph.nodes}

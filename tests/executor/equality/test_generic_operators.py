@@ -16,6 +16,8 @@ from stratagem.simulator.operators.kinds.generics import is_generic
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.generic.calls import function_of
+from stratagem.simulator.torch_ops.generic.ties import find_ties
+from stratagem.simulator.torch_ops.generic.trials import OperandShape
 from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
 from stratagem.simulator.torch_ops.kernels.shards import whole
 from tests.support.plans import (
@@ -36,9 +38,6 @@ MIXES_SAMPLES = {
     "baddbmm": "what is added is a constant of no sample",
     "embedding_bag": "bags are cut by numbers of the whole batch",
     "embedding_scaled": "gradients are divided by how often the batch has a row",
-    "cross_entropy_smoothed": "the mean is over targets that are not ignored",
-    "cross_entropy_ignored": "the mean is over targets that are not ignored",
-    "cross_entropy_weighted": "the mean is over the weights of the targets",
     "lstm": "its kernels are not tried",
     "gru": "its kernels are not tried",
 }
@@ -96,10 +95,13 @@ def free(case: Case) -> Iterable[str]:
     return [dim.name for dim in operator.dims if not dim.whole]
 
 
-def test_a_mean_over_targets_that_are_counted_is_not_split() -> None:
+def test_a_mean_over_targets_that_are_counted_is_a_sum_over_their_count() -> None:
     """None is ignored in most batches, and a mean over shards would then look right."""
-    assert "sample" not in free(case_of(OPERATORS["cross_entropy_ignored"]))
-    assert "sample" in free(case_of(OPERATORS["huber_loss"]))
+    calls = [["aten::nll_loss.default", [["in", 0], ["in", 1], None, 1, -100], {}]]
+    operands = [OperandShape(((8,), (5,)), "float32"), OperandShape(((8,),), "int64")]
+    assert not find_ties(calls, operands, ())
+    for name in ("cross_entropy_ignored", "cross_entropy_weighted", "cross_entropy_smoothed"):
+        assert "sample" in free(case_of(OPERATORS[name]))
 
 
 def test_a_loss_that_looks_at_signs_is_tried_with_signs() -> None:
@@ -153,6 +155,7 @@ def test_class_weights_in_a_module_are_no_parameters() -> None:
 
     case = make_case(Model(), x=torch.randn(4, 6), y=torch.randint(5, (4,)))
     assert_equal_to_torch(case, make_plan(case, drawing(3), (2,)))
+    assert_equal_to_torch(case, make_plan(case, drawing(3), (2,), num_microbatches=2))
 
 
 def test_an_empty_rest_is_put_behind_what_was_rotated() -> None:
