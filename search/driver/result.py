@@ -320,7 +320,7 @@ class SearchResult(SavedValue):
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
             f"{self._of_fastest}{self.stop_reason.value}.{self._caveat}"
-            + (f" {vain}." if vain else "")
+            + "".join(f" {more}." for more in (vain, self.simulation.crowded) if more)
         )
 
     @property

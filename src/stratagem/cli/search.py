@@ -205,6 +205,8 @@ def _show(say: Console, result: SearchResult, space: bool) -> None:
         f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
         f"Simplicity: {result.simplicity}.\n"
     )
+    if result.simulation.crowded:
+        say.print(f"{result.simulation.crowded}.\n")
     if space:
         say.print(result_table(result.space_table))
         for reason, count in result.notes.items():

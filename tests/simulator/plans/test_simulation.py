@@ -478,3 +478,15 @@ def test_transfers_between_processes_hold_their_cores() -> None:
         plan = replace(pipeline(graph, 2, 8, "1f1b"), cluster=cluster)
         steps.append(simulate_plan(plan, graph, COSTS).step_time)
     assert steps[1] > steps[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.85, ""), (0.89, ""), (0.95, "It fills 95% of a"), (1.1, "")]
+)
+def test_a_plan_that_leaves_hardly_any_memory_says_so(share: float, said: str) -> None:
+    graph = small_gpt()
+    found = simulate_plan(TrainingSetup().plan(graph, CLUSTER), graph, COSTS)
+    full = tuple(replace(rank, capacity=round(rank.peak / share)) for rank in found.memory)
+    crowded = replace(found, memory=full).crowded
+    assert crowded.startswith(said)
+    assert bool(crowded) == bool(said)
