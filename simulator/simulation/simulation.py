@@ -40,8 +40,8 @@ SIMULATION_FORM = FileForm(
 
 
 CROWDED = 0.9
-"""From this share of a device's memory on a plan that fits hardly ran: of nanotron's runs on H100s 3
-of 31 that were predicted to fill more, 25 of 53 of those at 80 to 90 %, 88 % of those below."""
+"""From this share of a device's memory on a plan that fits hardly ran: of nanotron's runs on H100s
+3 of 31 that were predicted to fill more, 25 of 53 at 80 to 90 %, 88 % of those below."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +127,8 @@ class Simulation(SavedValue):
     def crowded(self) -> str:
         """What is to be said of a plan that fits, but leaves hardly any memory free; or nothing.
 
-        Allocators break memory into pieces, communicators and libraries take some, and no simulator
-        sees either.
+        Allocators break memory into pieces, communicators and libraries take some, and no
+        simulator sees either.
         """
         if not self.fits:
             return ""
@@ -136,8 +136,8 @@ class Simulation(SavedValue):
         if fullest <= CROWDED:
             return ""
         return (
-            f"It fills {fullest:.0%} of a device's memory: of 31 measured runs that were predicted "
-            "to fill over 90 %, 3 ran; a headroom of 0.15 leaves room"
+            f"It fills {fullest:.0%} of a device's memory: of 31 measured runs that were "
+            "predicted to fill over 90 %, 3 ran; a headroom of 0.15 leaves room"
         )
 
     @property
