@@ -34,7 +34,10 @@ from stratagem.simulator.stage.stage_blocks import Block
 
 @dataclass(frozen=True)
 class WhatIfOutcome:
-    """Seconds of a step, bytes per device of each rank at its peak, whether all of them fit."""
+    """Seconds of a step, bytes per device of each rank at its peak, whether all of them fit.
+
+    Gradients that wait for links are not among the bytes (see `DeviceMemory.waiting`).
+    """
 
     step_time: float
     peak_memory: tuple[int, ...]

@@ -180,7 +180,7 @@ class Draft:
             sums: dict[int, tuple[int, ...]] = {}
             for action in order if several or reduces else ():
                 kind, blocks = int(self._begun[self.number[action]]), action.stage in blocking
-                if kind in (*_REDUCED, *_SYNCED) and action.stage in sums:
+                if kind in (*_REDUCED, *_SYNCED) and action.stage in sums and not ending:
                     self._hold_up(action, sums[action.stage])
                 if kind in _SYNCED and several:
                     ending.append(action)
@@ -190,8 +190,10 @@ class Draft:
                         self.kind[0][self.number[action]] = _REDUCED[kind]
                 elif reduces and (before or kind in _REDUCED):
                     before = (self._links(action, kind, before),)
-                    if kind in _REDUCED and action.stage in reducing:
-                        before = sums[action.stage] = self._sum(action, kind, before[0])
+                    if kind in _REDUCED:
+                        if action.stage in reducing:
+                            before = self._sum(action, kind, before[0])
+                        sums[action.stage] = before
             if several:
                 self._update_behind(rank, ending, copied)
 
@@ -252,7 +254,9 @@ class Draft:
         """Let what follows a block wait for the gradients of its stage that are summed `earlier`.
 
         Each operator's sum begins when that of the microbatch before is through, so that no more
-        than one gradient of each waits.
+        than one gradient of each waits. A stage that sums none waits for its links all the same,
+        so that the graph of all choices is that of one, and nobody does behind the first sync of
+        a rank, which is there whatever is chosen.
         """
         task = self.number[action]
         self.held_up[task] = earlier

@@ -123,7 +123,8 @@ class DeviceMemory:
 
     `state` is parameters, gradients and optimizer state; `activations` are those of all
     microbatches in flight, as many as `in_flight`; `working` is what comes on top while an
-    operator runs, and gradients that wait for links.
+    operator runs, and `waiting` by how much gradients that wait for links raise the peak (see
+    `WaitingGradients`), which a search's limit on memory does not know.
     """
 
     state: int
@@ -132,6 +133,7 @@ class DeviceMemory:
     in_flight: int
     capacity: int
     _find_alive: Callable[[], tuple[Alive, ...]]
+    waiting: int = 0
 
     def __repr__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
@@ -146,7 +148,12 @@ class DeviceMemory:
     @property
     def peak(self) -> int:
         """Bytes at the peak."""
-        return self.state + self.activations + self.working
+        return self.state + self.activations + self.working + self.waiting
+
+    @property
+    def without_waiting(self) -> int:
+        """The peak if no gradient waited for links: what a search holds against its limit."""
+        return self.peak - self.waiting
 
     @property
     def fits(self) -> bool:
@@ -198,23 +205,20 @@ def device_memory(
         own = tensors[situation.stage].during(which)
         return own if waiting is None else own + waiting.during(k)
 
-    totals = [
-        int(during(k).max()) + sum(_held_bytes(tensors[h.stage], h) for h in s.held)
-        for k, (s, _) in enumerate(moments)
-    ]
+    others = [sum(_held_bytes(tensors[h.stage], h) for h in s.held) for s, _ in moments]
+    totals = [int(during(k).max()) + others[k] for k in range(len(moments))]
     worst = max(range(len(moments)), key=lambda k: totals[k])
+    usual = max(tensors[s.stage].peak(which) + others[k] for k, (s, which) in enumerate(moments))
     situation, which = moments[worst]
     running = Held(situation.stage, int(which < 2), int(which == 2))
     held_then = [*situation.held, running]
-    activations = min(
-        totals[worst], sum(_held_bytes(tensors[held.stage], held) for held in held_then)
-    )
+    activations = min(usual, sum(_held_bytes(tensors[held.stage], held) for held in held_then))
     place = int(during(worst).argmax())
     late = () if waiting is None else waiting.alive(worst, place)
     return DeviceMemory(
         state=state,
         activations=activations,
-        working=totals[worst] - activations,
+        working=usual - activations,
         in_flight=sum(
             held.waiting + held.late
             for held in held_then
@@ -222,6 +226,7 @@ def device_memory(
         ),
         capacity=capacity,
         _find_alive=partial(_alive, tensors, situation, which, place, late),
+        waiting=totals[worst] - usual,
     )
 
 

@@ -296,8 +296,11 @@ def _memory_phrase(memory: DeviceMemory) -> str:
         f"Memory: {format_bytes(memory.peak)} of {format_bytes(memory.capacity)} per device, "
         f"{verdict}: {format_bytes(memory.state)} of parameters, gradients and optimizer state, "
         f"{format_bytes(memory.activations)} of activations (microbatches in flight: "
-        f"{memory.in_flight}), {format_bytes(memory.working)} to work in."
+        f"{memory.in_flight}), {format_bytes(memory.working)} to work in"
     )
+    if memory.waiting:
+        phrase += f", {format_bytes(memory.waiting)} of gradients that wait for links"
+    phrase += "."
     if not memory.fits:
         largest = ", ".join(
             f"{each.operator} ({each.use.value}) {format_bytes(each.total)}"

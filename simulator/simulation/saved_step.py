@@ -26,6 +26,7 @@ class KeptMemory:
     in_flight: int
     capacity: int
     alive: tuple[tuple[str, int, str, int, int], ...]
+    waiting: int = 0
 
     @classmethod
     def of(cls, memory: DeviceMemory) -> KeptMemory:
@@ -37,6 +38,7 @@ class KeptMemory:
             memory.in_flight,
             memory.capacity,
             tuple((a.use.value, a.stage, a.operator, a.nbytes, a.copies) for a in memory.alive),
+            memory.waiting,
         )
 
     def memory(self) -> DeviceMemory:
@@ -49,6 +51,7 @@ class KeptMemory:
             self.in_flight,
             self.capacity,
             partial(tuple[Alive, ...], alive),
+            self.waiting,
         )
 
 
