@@ -266,15 +266,15 @@ class TestLocalFailures:
             run_local(2, lambda comm: comm.send(torch.zeros(1), 5))
 
 
-def run_gloo(world_size: int, job: str, folder: Path) -> list[dict[str, object]]:
-    """`JOBS[job]` as every rank of a world of processes, which must not write to stderr."""
+def run_gloo(world_size: int, folder: Path) -> list[dict[str, dict[str, object]]]:
+    """All `JOBS` as every rank of a world of processes, which must not write to stderr."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, job, str(folder / f"{rank}.pt")],
+            [sys.executable, "-W", "error", __file__, str(folder / f"{rank}.pt")],
             env={**os.environ, **world, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -341,45 +341,49 @@ def gradients_left(comm: Communicator) -> dict[str, object]:
 
 
 JOBS: dict[str, Callable[[Communicator], dict[str, object]]] = {
+    "refusals": refusals,  # Before the others prepare the groups that it must not know.
     "operations": lambda comm: {
         str(dtype): every_operation(comm, dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.int64)
     },
-    "refusals": refusals,
     "gradients left": gradients_left,
 }
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
+    """What three processes found, which start once for all jobs."""
+    return run_gloo(3, tmp_path_factory.mktemp("world"))
 
 
 class TestGloo:
     """Processes; they take seconds to start."""
 
     @pytest.mark.slow
-    def test_processes_get_what_threads_get(self, tmp_path):
+    def test_processes_get_what_threads_get(self, world):
         job = "operations"
-        for rank, (theirs, ours) in enumerate(
-            zip(run_gloo(3, job, tmp_path), run_local(3, JOBS[job]), strict=True)
-        ):
-            assert_same(theirs, ours, f"rank {rank}")
+        for rank, (theirs, ours) in enumerate(zip(world, run_local(3, JOBS[job]), strict=True)):
+            assert_same(theirs[job], ours, f"rank {rank}")
 
     @pytest.mark.slow
-    def test_refusals(self, tmp_path):
-        for got in run_gloo(3, "refusals", tmp_path):
-            unprepared, shape, unknown, twice = got["told"]
+    def test_refusals(self, world):
+        for got in world:
+            unprepared, shape, unknown, twice = got["refusals"]["told"]
             assert "not in" in unprepared or "was not prepared" in unprepared
             assert "shape" in shape or "not in" in shape
             assert "group (0, 5) is not made of ranks below 3" in unknown
             assert "close the other communicator first" in twice
 
     @pytest.mark.slow
-    def test_sums_are_freed_at_once(self, tmp_path):
+    def test_sums_are_freed_at_once(self, world):
         """What waited for a sum once held itself: gradients stayed until the collector came."""
-        assert run_gloo(2, "gradients left", tmp_path) == [{"left": 0}] * 2
+        assert [got["gradients left"] for got in world] == [{"left": 0}] * 3
 
 
-def main(job: str, path: str) -> None:
+def main(path: str) -> None:
     """One process of `run_gloo`."""
     with GlooCommunicator(timeout=30) as comm:
-        torch.save(JOBS[job](comm), path)
+        torch.save({name: job(comm) for name, job in JOBS.items()}, path)
 
 
 if __name__ == "__main__":
