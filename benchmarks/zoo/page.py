@@ -38,7 +38,8 @@ python -m benchmarks.zoo --page docs/zoo.jsonl docs/zoo.md
 ```
 
 *Equal* says that loss and gradients are. *Generic* is the share of operations in operators that
-have no rule of their own, which [torch runs on shards](fallback.md). *Products* are operations of
+have no rule of their own, which
+[torch runs on shards](your-model.md#operators-without-a-rule). *Products* are operations of
 products against those that `torch.utils.flop_counter` counts in a forward pass: it counts no
 attention that runs fused on CPUs, and mixtures of experts are written with all their slots.
 """

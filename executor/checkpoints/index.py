@@ -182,6 +182,14 @@ class CheckpointIndex:
                 f"{program.plan.name!r} trains with {optimizer!r}; plan with "
                 f"Training(optimizer={self.optimizer!r}), or begin anew from its parameters"
             )
+        states = program.plan.training.states
+        if self.updates and tuple(self.states) != states:
+            had, goes_on = (" and ".join(each) or "nothing" for each in (self.states, states))
+            raise ValueError(
+                f"checkpoint {where} keeps {had} of each parameter, but the optimizer of plan "
+                f"{program.plan.name!r} goes on from {goes_on}; give it the momentum and amsgrad "
+                "of before, or begin anew from the parameters"
+            )
 
 
 def _check_version(text: str, path: Path) -> None:

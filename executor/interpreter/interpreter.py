@@ -388,8 +388,9 @@ class Interpreter:
         self, changes: Sequence[GradientChange], norm: Tensor | None
     ) -> Sequence[GradientChange]:
         """Changes whose gradients are without the loss scale, and clipped."""
-        longest = self.program.plan.training.clip_norm
-        if self.scale is None and not longest:
+        training = self.program.plan.training
+        longest, most = training.clip_norm, training.clip_value
+        if self.scale is None and not (longest or most):
             return changes
         gradients = [change.gradient for change in changes]
         if self.scale is not None:
@@ -397,6 +398,8 @@ class Interpreter:
             gradients = list(torch._foreach_div(whole, self._memory.seed))
         if longest and norm is not None:
             gradients = clipped(gradients, norm, longest)
+        if most:
+            gradients = [gradient.clamp(-most, most) for gradient in gradients]
         return [
             GradientChange(name, parameter, gradient, copy)
             for (name, parameter, _, copy), gradient in zip(changes, gradients, strict=True)

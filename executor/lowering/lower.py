@@ -37,6 +37,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
             its options is not executed, the loss has no gradient, or a parameter is shared
             in a way that is not executed (see `Weights`).
     """
+    _check_groups(plan, graph)
     rewritten = plan.rewrite(graph)
     graph = rewritten.graph
     plan.check(graph)
@@ -187,6 +188,32 @@ def _write(
     stored = {one.value: one for each in parameters for one in each.stored()}
     whole = [*_sources(body, context), *body]
     return tuple(stored.values()), _freed(whole, {*stored, LOSS})
+
+
+def _check_groups(plan: Plan, graph: OperatorGraph) -> None:
+    """Refuse groups of parameters that hold none, as those of another model do.
+
+    Args:
+        plan: whose training has groups.
+        graph: that the plan was made for, before it is rewritten.
+
+    Raises:
+        ValueError: a group that no parameter is of, or a rewritten graph, whose parameters have
+            other names.
+    """
+    groups = plan.training.groups
+    if groups and plan.substitutions:
+        raise ValueError(
+            f"plan {plan.name!r} rewrites its graph, whose parameters then have other names than "
+            f"group {groups[0].names[0]!r} says; leave substitutions or groups out"
+        )
+    for group in groups:
+        if not any(group.holds(each.name) for each in graph.parameters):
+            names = ", ".join(each.name for each in graph.parameters[:3])
+            raise ValueError(
+                f"plan {plan.name!r}: no parameter of {graph.name!r} is of group "
+                f"{', '.join(group.names[:3])}; its parameters are called such as {names}"
+            )
 
 
 def _sources(instructions: Sequence[Instruction], context: Context) -> list[Instruction]:

@@ -180,6 +180,8 @@ class _Torch:
                 parameter.grad /= scale
         if self.training.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), self.training.clip_norm)
+        if self.training.clip_value:
+            nn.utils.clip_grad_value_(model.parameters(), self.training.clip_value)
         gradients = {
             name: parameter.grad
             for name, parameter in model.named_parameters()

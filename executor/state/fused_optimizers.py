@@ -77,9 +77,10 @@ class FusedSGD:
 class FusedAdam(FusedSGD):
     """Adam with the weight decay of AdamW, see `stratagem.executor.state.optimizers`."""
 
-    def __init__(self, training: Training, epsilon: float) -> None:
+    def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._numbers = [np.float64(n) for n in (*training.betas, training.weight_decay, epsilon)]
+        numbers = (*training.betas, training.weight_decay, training.epsilon)
+        self._numbers = [np.float64(number) for number in numbers]
         self._states: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(

@@ -13,8 +13,6 @@ from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.executor.state.gradient_lists import GradientChange, by_dtype
 from stratagem.simulator.kernel_times.training import Training
 
-EPSILON = 1e-8
-
 
 class Optimizer(Protocol):
     """Changes parameters in place; what it remembers of each lies as the parameter does.
@@ -57,12 +55,17 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
         >>> weight
         tensor([0.5000, 0.5000])
 
-    On a CUDA device, where CuPy is there, an update is one kernel that also writes the copy.
+    On a CUDA device, where CuPy is there, an update of SGD or Adam without groups, momentum and
+    amsgrad is one kernel that also writes the copy.
     """
-    if device is not None and device.type == "cuda" and has_cupy():
-        adam = training.optimizer == "adam"
-        return FusedAdam(training, EPSILON) if adam else FusedSGD(training)
-    return _Adam(training) if training.optimizer == "adam" else _SGD(training)
+    plain = not (training.groups or training.momentum or training.amsgrad)
+    if device is not None and device.type == "cuda" and has_cupy() and plain:
+        if training.optimizer == "adam":
+            return FusedAdam(training)
+        if training.optimizer == "sgd":
+            return FusedSGD(training)
+    kinds = {"sgd": _SGD, "adam": _Adam, "lion": _Lion}
+    return kinds[training.optimizer](training)
 
 
 def state_names(training: Training) -> tuple[str, ...]:
@@ -72,15 +75,16 @@ def state_names(training: Training) -> tuple[str, ...]:
         >>> state_names(Training(optimizer="adam"))
         ('mean', 'square')
     """
-    return ("mean", "square") if training.optimizer == "adam" else ()
+    return training.states
 
 
-class _SGD:
-    """p −= rate · (g + decay · p)."""
+class _Stepping:
+    """What optimizers have in common: rates, states by parameter, and counts of updates."""
 
     def __init__(self, training: Training) -> None:
         self.rate = training.learning_rate
-        self._decay = training.weight_decay
+        self._training = training
+        self._states: dict[str, tuple[Tensor, ...]] = {}
         self._updates: dict[str, int] = {}
 
     def __call__(
@@ -93,16 +97,56 @@ class _SGD:
         for change in changes:
             self._updates[change.name] = self.updates(change.name) + 1
         for alike in by_dtype(changes):
-            parameters = [change.parameter for change in alike]
-            gradients = _cast(alike, parameters)
-            if self._decay:
-                gradients = list(torch._foreach_add(gradients, parameters, alpha=self._decay))
-            torch._foreach_add_(parameters, gradients, alpha=-self.rate)
+            given = [change.parameter for change in alike]
+            worked = _in_one_piece(given)
+            gradients = _in_one_piece(_cast(alike, worked))
+            for (factor, decay), chosen in self._by_settings(alike).items():
+                self._step(
+                    [alike[i].name for i in chosen],
+                    [worked[i] for i in chosen],
+                    [gradients[i] for i in chosen],
+                    self.rate * factor,
+                    decay,
+                )
+            for parameter, each in zip(given, worked, strict=True):
+                if each is not parameter:
+                    parameter.copy_(each)
             _follow(alike)
+
+    def _step(
+        self,
+        names: list[str],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rate: float,
+        decay: float,
+    ) -> None:
+        """Change parameters of one dtype, rate and decay, which lie in one piece each."""
+        raise NotImplementedError
+
+    def _by_settings(
+        self, changes: Sequence[GradientChange]
+    ) -> dict[tuple[float, float], list[int]]:
+        """The numbers of changes by rate and decay."""
+        found: dict[tuple[float, float], list[int]] = {}
+        for i, change in enumerate(changes):
+            found.setdefault(self._training.settings_of(change.name), []).append(i)
+        return found
+
+    def _kept(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The states of parameters, state by state: zeros at first."""
+        for name, parameter in zip(names, parameters, strict=True):
+            if name not in self._states:
+                self._states[name] = tuple(
+                    torch.zeros_like(parameter) for _ in self._training.states
+                )
+        each = [self._states[name] for name in names]
+        return [[states[k] for states in each] for k in range(len(self._training.states))]
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
-        return {}
+        kept = self._states.get(name, ())
+        return dict(zip(self._training.states, kept, strict=False))
 
     def updates(self, name: str) -> int:
         """See `Optimizer.updates`."""
@@ -110,10 +154,37 @@ class _SGD:
 
     def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
         """See `Optimizer.load`."""
+        self._states[name] = tuple(state[each].contiguous() for each in self._training.states)
         self._updates[name] = updates
 
 
-class _Adam:
+class _SGD(_Stepping):
+    """p −= rate · (g + decay · p), with momentum by the formulas of `torch.optim.SGD`."""
+
+    def _step(
+        self,
+        names: list[str],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rate: float,
+        decay: float,
+    ) -> None:
+        momentum = self._training.momentum
+        if decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        if momentum:
+            # From zeros the first mean is the gradient itself, as it is in torch.
+            (means,) = self._kept(names, parameters)
+            torch._foreach_mul_(means, momentum)
+            torch._foreach_add_(means, gradients)
+            if self._training.nesterov:
+                gradients = list(torch._foreach_add(gradients, means, alpha=momentum))
+            else:
+                gradients = means
+        torch._foreach_add_(parameters, gradients, alpha=-rate)
+
+
+class _Adam(_Stepping):
     """Kingma and Ba 2015: p −= rate · m̂ / (√v̂ + ε), with the means m of g and v of g².
 
     Weight decay is taken off the parameter itself, p −= rate · decay · p before (AdamW, Loshchilov
@@ -122,74 +193,54 @@ class _Adam:
     is given lies in one piece.
     """
 
-    def __init__(self, training: Training) -> None:
-        self.rate = training.learning_rate
-        self._betas = training.betas
-        self._decay = training.weight_decay
-        self._states: dict[str, tuple[Tensor, Tensor]] = {}
-        self._updates: dict[str, int] = {}
-
-    def __call__(
-        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
+    def _step(
+        self,
+        names: list[str],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rate: float,
+        decay: float,
     ) -> None:
-        self.all_of([GradientChange(name, parameter, gradient, copy)])
-
-    def all_of(self, changes: Sequence[GradientChange]) -> None:
-        """See `Optimizer.all_of`."""
-        for alike in by_dtype(changes):
-            given = [change.parameter for change in alike]
-            worked = _in_one_piece(given)
-            self._step(alike, worked)
-            for parameter, each in zip(given, worked, strict=True):
-                if each is not parameter:
-                    parameter.copy_(each)
-            _follow(alike)
-
-    def _step(self, changes: Sequence[GradientChange], worked: list[Tensor]) -> None:
-        """One kernel for all parameters, which lie in one piece each."""
-        states, counts = [], []
-        for (name, *_), parameter in zip(changes, worked, strict=True):
-            state = self._states.get(name)
-            if state is None:
-                state = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                self._states[name] = state
-            self._updates[name] = count = self._updates.get(name, 0) + 1
-            states.append(state)
-            counts.append(count)
-        device = worked[0].device
+        means, squares, *largest = self._kept(names, parameters)
+        counts = [self._updates[name] for name in names]
+        device = parameters[0].device
         number = {each: torch.full((), float(each), device=device) for each in set(counts)}
-        first, second = self._betas
+        first, second = self._training.betas
         torch._fused_adamw_(
-            worked,
-            _in_one_piece(_cast(changes, worked)),
-            [mean for mean, _ in states],
-            [square for _, square in states],
-            [],
+            parameters,
+            gradients,
+            means,
+            squares,
+            largest[0] if largest else [],
             [number[each] for each in counts],
-            lr=self.rate,
+            lr=rate,
             beta1=first,
             beta2=second,
-            weight_decay=self._decay,
-            eps=EPSILON,
-            amsgrad=False,
+            weight_decay=decay,
+            eps=self._training.epsilon,
+            amsgrad=self._training.amsgrad,
             maximize=False,
         )
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """See `Optimizer.state`."""
-        if name not in self._states:
-            return {}
-        mean, square = self._states[name]
-        return {"mean": mean, "square": square}
 
-    def updates(self, name: str) -> int:
-        """See `Optimizer.updates`."""
-        return self._updates.get(name, 0)
+class _Lion(_Stepping):
+    """Chen et al. 2023: p −= rate · (sign(β₁ m + (1 − β₁) g) + decay · p), then m by β₂."""
 
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self._states[name] = (state["mean"].contiguous(), state["square"].contiguous())
-        self._updates[name] = updates
+    def _step(
+        self,
+        names: list[str],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rate: float,
+        decay: float,
+    ) -> None:
+        (means,) = self._kept(names, parameters)
+        first, second = self._training.betas
+        if decay:
+            torch._foreach_mul_(parameters, 1 - rate * decay)
+        ahead = torch._foreach_lerp(means, gradients, 1 - first)
+        torch._foreach_add_(parameters, torch._foreach_sign(ahead), alpha=-rate)
+        torch._foreach_lerp_(means, gradients, 1 - second)
 
 
 def _in_one_piece(tensors: Sequence[Tensor]) -> list[Tensor]:

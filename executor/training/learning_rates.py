@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
 
 Shape = Literal["constant", "linear", "cosine"]
 
@@ -68,3 +70,49 @@ class RateSchedule:
         done = min(1.0, (step - self.warmup) / (self.total - self.warmup))
         left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.floor + (1 - self.floor) * left
+
+
+@dataclass
+class TorchRate:
+    """The rates of a scheduler of torch, as it is.
+
+    Example:
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> halved = TorchRate(lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5))
+        >>> [halved(step) for step in (0, 1, 2, 5)]
+        [1.0, 1.0, 0.5, 0.25]
+
+    Attributes:
+        make: a scheduler of an optimizer whose rate is 1, which steps once a step.
+
+    Raises:
+        ValueError: when it is called: the scheduler needs what a run makes, such as a loss.
+    """
+
+    make: Callable[[torch.optim.Optimizer], Any]
+    _rates: list[float] = field(default_factory=list, init=False, repr=False)
+    _going: Any = field(default=None, init=False, repr=False)
+
+    def __call__(self, step: int) -> float:
+        """The factor at a step."""
+        if self._going is None:
+            optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
+            self._going = optimizer, self.make(optimizer)
+            self._rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer, scheduler = self._going
+        while len(self._rates) <= step:
+            optimizer.step()
+            try:
+                scheduler.step()
+            except TypeError as error:
+                raise ValueError(
+                    f"{type(scheduler).__name__} needs more than the number of the step "
+                    f"({error}), which is all that a rate is made of; take another scheduler, or "
+                    "give a function of the step"
+                ) from error
+            self._rates.append(float(optimizer.param_groups[0]["lr"]))
+        return self._rates[step]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process goes through the steps itself."""
+        return {"make": self.make, "_rates": [], "_going": None}

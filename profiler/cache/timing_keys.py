@@ -15,7 +15,7 @@ import msgspec
 from stratagem.profiler.cache.canonical_operators import canonical_operator
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
-from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
 from stratagem.simulator.operators.operator import Dim, DimKind, Operator
 from stratagem.simulator.plan.provenance import Environment
 
@@ -216,7 +216,9 @@ UPDATE_KIND = "update"
 def update_key(num_parameters: int, training: Training, environment: Environment) -> TimingKey:
     """Where the cache keeps the time of an update, as that of an operator of its own kind."""
     dims = (Dim("parameter", num_parameters, DimKind.PARAMETER),)
-    kind = {"optimizer": training.optimizer}
+    kind: dict[str, object] = {"optimizer": training.optimizer}
+    if training.states != OPTIMIZER_STATES[training.optimizer]:
+        kind["states"] = list(training.states)
     operator = Operator("update", UPDATE_KIND, dims, (), (), (), kind)
     return TimingKey(environment, operator, training.formats.kernels, Direction.FORWARD)
 

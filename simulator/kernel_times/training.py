@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.precision import (
@@ -13,9 +14,16 @@ from stratagem.simulator.base.precision import (
     is_full,
     precision_named,
 )
+from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
+from stratagem.simulator.kernel_times.torch_optimizers import fields_of
 
 FLASH_VERSIONS = (1, 2, 3)
-OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
+OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adam": ("mean", "square"),
+    "lion": ("mean",),
+}
+"""What an optimizer keeps of each parameter, unless it is told to keep more."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +33,20 @@ class Training:
     Attributes:
         precision: in which formats numbers are held: the name of a preset (`PRECISIONS`), or a
             `Precision`.
-        optimizer: ``sgd`` or ``adam``.
+        optimizer: ``sgd``, ``adam`` or ``lion`` (Chen et al. 2023, arXiv 2302.06675).
         learning_rate: of the optimizer, where no schedule of a run scales it.
-        betas: decay of Adam's means of the gradient and of its square.
+        betas: decay of Adam's means of the gradient and of its square; of Lion's mean as it is
+            used and as it is kept.
+        epsilon: what Adam adds to the root that it divides by.
+        amsgrad: whether Adam divides by the largest of its means so far (Reddi et al. 2018).
+        momentum: of SGD: the share of the last step that is made again.
+        nesterov: whether SGD looks ahead along it (Sutskever et al. 2013).
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
-            itself by Adam (AdamW, Loshchilov and Hutter 2019).
+            itself by Adam (AdamW, Loshchilov and Hutter 2019) and Lion.
+        groups: parameters with a rate or a decay of their own; the first that has a name counts.
+            They count in what is trained alone.
+        clip_value: gradients are held between its negative and itself, each number on its own; 0
+            for never.
         clip_norm: gradients are made shorter where the norm of all of them is above it (Pascanu et
             al. 2013); 0 for never. It is executed, and priced only where the update is not fused
             (`fused_update`), without the sum of one number over ranks. In float16 the same sum
@@ -66,7 +83,7 @@ class Training:
 
     Raises:
         ValueError: on an unknown precision or optimizer, a beta that is not in [0, 1), or a
-            weight decay or a norm below 0.
+            weight decay or a norm below 0, or an option that the optimizer does not have.
     """
 
     precision: str | Precision = "float32"
@@ -82,6 +99,34 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip_norm: float = 0.0
+    clip_value: float = 0.0
+    epsilon: float = 1e-8
+    amsgrad: bool = False
+    momentum: float = 0.0
+    nesterov: bool = False
+    groups: tuple[ParameterGroup, ...] = ()
+
+    @classmethod
+    def of(cls, optimizer: Any, model: Any = None, **other: Any) -> Training:
+        """What an optimizer of torch does, its groups included.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Linear(3, 2)
+            >>> groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0}]
+            >>> Training.of(torch.optim.AdamW(groups, lr=0.1), model).groups
+            (ParameterGroup(names=('bias',), rate=1.0, weight_decay=0.0),)
+
+        Args:
+            optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`; nothing of it is changed.
+            model: whose parameters it has, for their names; may be left out where the optimizer
+                was made of ``named_parameters()``.
+            other: fields that an optimizer does not have, such as `precision`.
+
+        Raises:
+            ValueError: an optimizer or an option that plans do not have; parameters without names.
+        """
+        return cls(**fields_of(optimizer, model), **other)
 
     def unlike(self, other: Training) -> str:
         """In words, the first thing in which another one differs; empty if nothing does.
@@ -110,9 +155,51 @@ class Training:
             raise ValueError(f"no flash_version {self.flash_version}; there are {versions}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; each must be at least 0 and below 1")
-        for name, number in (("weight_decay", self.weight_decay), ("clip_norm", self.clip_norm)):
-            if number < 0:
-                raise ValueError(f"{name} is {number}; it must be 0 or more")
+        for name in ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Refuse what the optimizer does not have, which would be left out in silence."""
+        only = {"momentum": "sgd", "nesterov": "sgd", "amsgrad": "adam"}
+        for name, optimizer in only.items():
+            if getattr(self, name) and self.optimizer != optimizer:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but optimizer {self.optimizer!r} has none; "
+                    f"leave it out, or take optimizer={optimizer!r}"
+                )
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov is True, but momentum is 0; give a momentum above 0")
+        if self.clip_norm and self.clip_value:
+            raise ValueError(
+                f"clip_norm is {self.clip_norm} and clip_value {self.clip_value}; choose one"
+            )
+
+    def settings_of(self, parameter: str) -> tuple[float, float]:
+        """What the rate of a parameter is multiplied by, and its weight decay.
+
+        Example:
+            >>> training = Training(weight_decay=0.1, groups=(ParameterGroup(("*.bias",), 2.0),))
+            >>> training.settings_of("up.bias"), training.settings_of("up.weight")
+            ((2.0, 0.1), (1.0, 0.1))
+        """
+        for group in self.groups:
+            if group.holds(parameter):
+                own = group.weight_decay
+                return group.rate, self.weight_decay if own is None else own
+        return 1.0, self.weight_decay
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What is kept of each parameter from step to step, by name.
+
+        Example:
+            >>> Training(amsgrad=True).states, Training(optimizer="sgd", momentum=0.9).states
+            (('mean', 'square', 'largest'), ('momentum',))
+        """
+        more = (("momentum", self.momentum), ("largest", self.amsgrad))
+        return (*OPTIMIZER_STATES[self.optimizer], *(name for name, kept in more if kept))
 
     @cached_property
     def formats(self) -> Precision:
@@ -184,7 +271,7 @@ class Training:
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer state per parameter: its means and, if needed, a master copy."""
         state = DTYPE_BYTES[self.formats.states]
-        return self.master_bytes + state * OPTIMIZER_STATES[self.optimizer]
+        return self.master_bytes + state * len(self.states)
 
     @property
     def update_bytes(self) -> int:

@@ -49,6 +49,8 @@ _HOMES = {
     "Stage": "stratagem.simulator.plan.plan",
     "Timeline": "stratagem.simulator.timeline.timeline",
     "TimingCache": "stratagem.profiler.cache.timing_cache",
+    "ParameterGroup": "stratagem.simulator.kernel_times.parameter_groups",
+    "TorchRate": "stratagem.executor.training.learning_rates",
     "Training": "stratagem.simulator.kernel_times.training",
     "TrainingSetup": "stratagem.searcher.space.training_setup",
     "annotate": "stratagem.searcher.semi_automatic.annotated_plans",

@@ -25,6 +25,7 @@ from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.simulation.simulation import simulate_plan
@@ -85,7 +86,7 @@ def export(
     made = Export(
         target=target,
         text=draft.text,
-        missing=(*differences(plan, nearest, graph), *draft.missing),
+        missing=(*differences(plan, nearest, graph), *draft.missing, *_recipe(plan.training)),
         plan=plan,
         nearest=nearest,
         time=simulated.step_time,
@@ -93,6 +94,28 @@ def export(
         fits=again.fits,
     )
     return replace(made, text=_headed(made, draft.comment))
+
+
+_RECIPE = (
+    *("betas", "epsilon", "amsgrad", "momentum", "nesterov", "weight_decay", "groups"),
+    *("clip_norm", "clip_value"),
+)
+"""What training has beside what formats are told."""
+
+
+def _recipe(training: Training) -> tuple[str, ...]:
+    """What of the recipe is left to the user, in a sentence."""
+    usual = Training()
+    own = [name for name in _RECIPE if getattr(training, name) != getattr(usual, name)]
+    if not own:
+        return ()
+    said = ", ".join(
+        f"{name} ({len(training.groups)})"
+        if name == "groups"
+        else f"{name}={getattr(training, name)}"
+        for name in own
+    )
+    return (f"Set the rest of the recipe where the model is trained: {said}.",)
 
 
 def _headed(made: Export, comment: str) -> str:

@@ -14,7 +14,7 @@ from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE, TYPE_CODES
 from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.optimizers import EPSILON, make_optimizer
+from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 from tests.support.cuda.host_kernels import host_kernels, start_on_host
@@ -68,7 +68,7 @@ def test_updates_are_those_of_torch(
             states = address(mean), address(square), address(copies[0]), code(copied)
             compiled.adam(
                 *(*given, *states, address(rate), address(count), *betas),
-                *(real(decay), real(EPSILON), length),
+                *(real(decay), real(Training().epsilon), length),
             )
         else:
             copy = address(copies[0]), code(copied)
@@ -90,12 +90,12 @@ def test_fused_optimizers_are_those_of_torch(
     monkeypatch.setattr("stratagem.executor.state.fused_optimizers.start", start_on_host)
     training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
     theirs = make_optimizer(training)
-    ours: FusedSGD = FusedAdam(training, EPSILON) if optimizer == "adam" else FusedSGD(training)
+    ours: FusedSGD = FusedAdam(training) if optimizer == "adam" else FusedSGD(training)
     parameters = [numbers(0), numbers(0)]
     copies = [torch.empty(SIZE, dtype=dtype) for _ in range(2)]
     for step in range(6):
         if step == 3:
-            before, ours = ours, type(ours)(*([training, EPSILON][: 1 + (optimizer == "adam")]))
+            before, ours = ours, type(ours)(training)
             ours.load("p", before.state("p"), before.updates("p"))
         ours.rate = theirs.rate = 0.01 / (step + 1)
         gradient = numbers(step + 1).to(dtype)
@@ -116,7 +116,7 @@ def test_adam_goes_by_place_however_tensors_lie(lying: str, decay: float) -> Non
     start = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     ours = start.clone().t() if lying == "parameter" else start.t().contiguous()
     theirs = start.t().contiguous().requires_grad_()
-    torch_adam = torch.optim.AdamW([theirs], lr=0.01, weight_decay=decay, eps=EPSILON)
+    torch_adam = torch.optim.AdamW([theirs], lr=0.01, weight_decay=decay, eps=Training().epsilon)
     for step in range(4):
         gradient = torch.randn(6, 40, generator=torch.Generator().manual_seed(step + 1)).t()
         theirs.grad = gradient.contiguous()

@@ -21,7 +21,6 @@ from torch import Tensor
 from stratagem.executor.cuda.cuda_sources import SOURCE
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.optimizers import EPSILON
 from stratagem.simulator.kernel_times.training import Training
 
 OPTIONS = ("-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared")
@@ -67,7 +66,7 @@ def kernels_on_the_host(start: Callable[..., None] = start_on_host) -> Iterator[
 
     def optimizer(training: Training, device: torch.device | None = None) -> FusedSGD:
         adam = training.optimizer == "adam"
-        return FusedAdam(training, EPSILON) if adam else FusedSGD(training)
+        return FusedAdam(training) if adam else FusedSGD(training)
 
     replaced = {
         "executor.interpreter.interpreter.make_optimizer": optimizer,

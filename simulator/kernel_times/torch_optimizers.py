@@ -1,0 +1,106 @@
+"""Reading optimizers of torch, by their names and the settings of their groups.
+
+torch itself is not imported: an optimizer is what it says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup, literally
+
+_READ: dict[str, dict[str, str]] = {
+    "SGD": {"momentum": "momentum", "nesterov": "nesterov"},
+    "Adam": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
+    "AdamW": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
+}
+"""Per class of `torch.optim` the settings that plans have, and what they call them."""
+
+_OTHERS = {"dampening": 0, "maximize": False}
+"""Settings that plans do not have, and what they must be."""
+
+_IN_GROUPS = ("lr", "weight_decay")
+"""Settings that may differ between groups."""
+
+
+def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
+    """The fields of a `Training` that does what an optimizer does, see `Training.of`."""
+    kind = type(optimizer).__name__
+    if kind not in _READ:
+        raise unknown("optimizer of torch", kind, tuple(_READ))
+    groups = [dict(each) for each in optimizer.param_groups]
+    first = groups[0]
+    for group in groups:
+        _check(kind, group, first)
+    rate = float(max(group["lr"] for group in groups))
+    decay = float(first["weight_decay"])
+    fields = {mine: first[theirs] for theirs, mine in _READ[kind].items()}
+    return {
+        "optimizer": "sgd" if kind == "SGD" else "adam",
+        "learning_rate": rate,
+        "weight_decay": decay,
+        **fields,
+        "groups": _groups(groups, model, rate, decay),
+    }
+
+
+def _check(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    for name, needed in _OTHERS.items():
+        if group.get(name, needed) != needed:
+            raise ValueError(
+                f"{kind} has {name}={group[name]!r}, which no plan has; make it {needed!r}"
+            )
+    if kind == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+        raise ValueError(
+            f"Adam has weight_decay={group['weight_decay']}, which it adds to gradients; plans "
+            "take it off parameters, as AdamW does: make it 0, or take torch.optim.AdamW"
+        )
+    for name in _READ[kind]:
+        if group[name] != first[name]:
+            raise ValueError(
+                f"groups of {kind} have {name}={first[name]!r} and {group[name]!r}; in a plan "
+                f"groups differ in {' and '.join(_IN_GROUPS)} alone: give all of them one"
+            )
+
+
+def _groups(
+    groups: list[dict[str, Any]], model: Any, rate: float, decay: float
+) -> tuple[ParameterGroup, ...]:
+    """Groups that are unlike the whole, and one of what the optimizer does not have."""
+    made: list[ParameterGroup] = []
+    apart = len({(group["lr"], group["weight_decay"]) for group in groups}) > 1
+    for group in groups:
+        own = (group["lr"] / rate if rate else 1.0, float(group["weight_decay"]))
+        names = _names(group, model) if apart or model is not None else []
+        if apart and own != (1.0, decay):
+            made.append(ParameterGroup(tuple(map(literally, names)), *own))
+    if model is not None:
+        held = {id(each) for group in groups for each in group["params"]}
+        left = [
+            name
+            for name, each in model.named_parameters()
+            if each.requires_grad and id(each) not in held
+        ]
+        if left:
+            made.append(ParameterGroup(tuple(map(literally, left)), 0.0, 0.0))
+    return tuple(made)
+
+
+def _names(group: Mapping[str, Any], model: Any) -> list[str]:
+    if model is None:
+        if "param_names" not in group:
+            raise ValueError(
+                "the optimizer has groups, and its parameters have no names: give the model, or "
+                "make the optimizer of model.named_parameters()"
+            )
+        return list(group["param_names"])
+    known = {id(each): name for name, each in model.named_parameters()}
+    unnamed = [tuple(each.shape) for each in group["params"] if id(each) not in known]
+    if unnamed:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {unnamed[0]} that the model has not; give "
+            "the model that it was made for"
+        )
+    return [known[id(each)] for each in group["params"]]

@@ -1,0 +1,282 @@
+"""Optimizers, groups of parameters, clipping and schedules train what torch's own do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import stratagem as sg
+from stratagem.executor import ExecutionResult, execute, model_state
+from stratagem.simulator.kernel_times.training import Training
+from tests.support.plans import (
+    Case,
+    drawing,
+    make_case,
+    make_plan,
+    mlp_case,
+    random_plan,
+    relative_error,
+    whole,
+)
+
+torch.set_num_threads(1)
+
+STEPS = 4
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+optim = torch.optim
+
+
+def by_kind(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Groups as recipes have them: no decay of what has one dim, and a slower first layer."""
+    named = dict(model.named_parameters())
+    first = [p for name, p in named.items() if name.startswith("layers.0.")]
+    flat = [p for p in named.values() if p.dim() == 1 and all(p is not each for each in first)]
+    rest = [p for p in named.values() if all(p is not each for each in (*first, *flat))]
+    return [
+        {"params": rest},
+        {"params": flat, "weight_decay": 0.0},
+        {"params": first, "lr": 0.003, **options},
+    ]
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "sgd": lambda m: optim.SGD(m.parameters(), lr=0.05),
+    "momentum": lambda m: optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda m: optim.SGD(m.parameters(), lr=0.05, momentum=0.8, nesterov=True),
+    "adam": lambda m: optim.Adam(m.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-3),
+    "adamw": lambda m: optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1, eps=1e-4),
+    "amsgrad": lambda m: optim.AdamW(m.parameters(), lr=0.01, amsgrad=True, eps=1e-3),
+    "groups of sgd": lambda m: optim.SGD(
+        by_kind(m), lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True
+    ),
+    "groups of adamw": lambda m: optim.AdamW(
+        by_kind(m, weight_decay=0.5), lr=0.01, weight_decay=0.1, eps=1e-3
+    ),
+    "a part of the model": lambda m: optim.SGD(list(m.parameters())[2:], lr=0.05, momentum=0.5),
+}
+
+
+def trained(
+    case: Case, build: Build, *, schedule: Any = None, clip: Any = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """What one process of torch makes of a model in float64."""
+    model = copy.deepcopy(case.model)
+    optimizer = build(model)
+    scheduler = schedule(optimizer) if schedule else None
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**case.batch)
+        loss.backward()
+        if clip:
+            clip(model.parameters())
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def double(case: Case) -> Case:
+    model = copy.deepcopy(case.model).double()
+    batch = {k: x.double() if x.is_floating_point() else x for k, x in case.batch.items()}
+    return make_case(model, **batch)
+
+
+def assert_same(
+    result: ExecutionResult, losses: list[float], parameters: Mapping[str, Tensor]
+) -> None:
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    for name, value in parameters.items():
+        assert relative_error(result.parameters[name], value) < 1e-9, name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_optimizer_of_torch_is_read_and_executed(name: str, seed: int) -> None:
+    """Whatever the plan: shards, ZeRO, stages, microbatches."""
+    case, build = double(mlp_case()), OPTIMIZERS[name]
+    training = Training.of(build(case.model), case.model)
+    plan = random_plan(case, seed + 10 * len(name), training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+    assert_same(result, *trained(case, build))
+
+
+def test_a_group_by_pattern_is_one_by_parameters() -> None:
+    case = double(mlp_case())
+    groups = (sg.ParameterGroup(("*.bias",), weight_decay=0.0, rate=0.5),)
+    training = Training(weight_decay=0.2, learning_rate=0.01, epsilon=1e-3, groups=groups)
+    plan = make_plan(case, drawing(2), (3,), training=training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+        others = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+        own = [{"params": others}, {"params": biases, "lr": 0.005, "weight_decay": 0.0}]
+        return optim.AdamW(own, lr=0.01, weight_decay=0.2, eps=1e-3)
+
+    assert_same(result, *trained(case, build))
+
+
+def test_lion_is_that_of_its_paper() -> None:
+    case = double(mlp_case())
+    training = Training(optimizer="lion", learning_rate=0.003, betas=(0.9, 0.99), weight_decay=0.1)
+    plan = make_plan(case, drawing(4), (2,), training=training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                update = (0.9 * mean + 0.1 * p.grad).sign()
+                p.sub_(0.003 * (update + 0.1 * p))
+                mean.mul_(0.99).add_(0.01 * p.grad)
+
+    assert_same(result, *trained(case, lambda m: Lion(m.parameters())))
+
+
+@pytest.mark.parametrize("how", ["clip_norm", "clip_value"])
+def test_gradients_are_clipped_as_torch_clips_them(how: str) -> None:
+    case = double(mlp_case())
+    clips = {"clip_norm": nn.utils.clip_grad_norm_, "clip_value": nn.utils.clip_grad_value_}
+    training = Training(optimizer="sgd", learning_rate=0.05, momentum=0.9, **{how: 0.02})
+    plan = make_plan(case, drawing(1), (2,), (1,), num_microbatches=2, training=training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+    truth = trained(case, OPTIMIZERS["sgd"])
+    clipped = trained(
+        case,
+        lambda m: optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+        clip=lambda parameters: clips[how](list(parameters), 0.02),
+    )
+    assert truth[0] != pytest.approx(clipped[0], rel=1e-3)
+    assert_same(result, *clipped)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    "one after the other": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_of_torch_are_taken_as_they_are(name: str) -> None:
+    case, build = double(mlp_case()), OPTIMIZERS["groups of sgd"]
+    plan = make_plan(case, drawing(3), (2,), training=Training.of(build(case.model), case.model))
+    rate = sg.TorchRate(SCHEDULES[name])
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
+    assert_same(result, *trained(case, build, schedule=SCHEDULES[name]))
+
+
+def test_a_scheduler_that_needs_a_loss_is_refused() -> None:
+    rate = sg.TorchRate(lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs more than the number of the"):
+        rate(3)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "amsgrad"])
+def test_a_checkpoint_goes_on_under_another_plan(name: str, tmp_path: Any) -> None:
+    case, build = double(mlp_case()), OPTIMIZERS[name]
+    training = Training.of(build(case.model), case.model)
+    state = model_state(case.model)
+    first = make_plan(case, drawing(5), (2,), training=training)
+    execute(first, case.graph, state, case.batch, steps=2, checkpoint=tmp_path, every=2)
+    second = make_plan(case, drawing(6), (3,), training=training)
+    result = execute(second, case.graph, state, case.batch, steps=STEPS, resume=tmp_path)
+    losses, parameters = trained(case, build)
+    assert_same(result, losses[2:], parameters)
+    other = make_plan(case, whole, (1,), training=Training(optimizer=training.optimizer))
+    with pytest.raises(ValueError, match=r"keeps .* of each parameter"):
+        execute(other, case.graph, state, case.batch, steps=STEPS, resume=tmp_path)
+
+
+def test_states_are_priced() -> None:
+    plain = Training(optimizer="sgd")
+    assert plain.optimizer_bytes == 0
+    assert Training(optimizer="sgd", momentum=0.9).optimizer_bytes == 4
+    assert Training(amsgrad=True).optimizer_bytes == Training().optimizer_bytes + 4
+    assert Training(optimizer="lion").optimizer_bytes == 4
+    assert Training(optimizer="sgd", momentum=0.9).update_bytes == plain.update_bytes + 8
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda m: optim.Adam(m.parameters(), weight_decay=0.1), "take torch.optim.AdamW"),
+        (
+            lambda m: optim.Adagrad(m.parameters()),
+            "no optimizer of torch 'Adagrad'; there are SGD",
+        ),
+        (lambda m: optim.SGD(m.parameters(), momentum=0.9, dampening=0.1), "dampening=0.1"),
+        (lambda m: optim.AdamW(m.parameters(), maximize=True), "maximize=True"),
+        (lambda m: optim.AdamW(by_kind(m, eps=1.0)), "eps=1e-08 and 1.0"),
+        (lambda m: optim.SGD([nn.Parameter(torch.ones(7, 7))]), r"shape \(7, 7\)"),
+    ],
+)
+def test_what_no_plan_does_is_refused(build: Build, said: str) -> None:
+    model = mlp_case().model
+    with pytest.raises(ValueError, match=said):
+        Training.of(build(model), model)
+
+
+def test_names_come_from_the_optimizer_or_from_the_model() -> None:
+    model = mlp_case().model
+    groups = [
+        {"params": [(n, p)], "weight_decay": float("bias" in n)}
+        for n, p in model.named_parameters()
+    ]
+    named = optim.AdamW(groups)
+    assert Training.of(named) == Training.of(named, model)
+    with pytest.raises(ValueError, match="parameters have no names: give the model"):
+        Training.of(OPTIMIZERS["groups of sgd"](model))
+    assert Training.of(OPTIMIZERS["adamw"](model)).groups == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"momentum": 0.9}, "momentum is 0.9, but optimizer 'adam' has none"),
+        ({"optimizer": "sgd", "amsgrad": True}, "amsgrad is True, but optimizer 'sgd' has none"),
+        ({"optimizer": "sgd", "nesterov": True}, "nesterov is True, but momentum is 0"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm is 1.0 and clip_value 1.0; choose one"),
+        ({"epsilon": -1.0}, "epsilon is -1.0; it must be 0 or more"),
+    ],
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Training(**options)
+
+
+def test_a_group_that_holds_nothing_is_refused() -> None:
+    case = mlp_case()
+    training = Training(groups=(sg.ParameterGroup(("*.gamma",)),))
+    plan = make_plan(case, whole, (1,), training=training)
+    with pytest.raises(ValueError, match=r"no parameter of 'MLP' is of group \*\.gamma"):
+        execute(plan, case.graph, model_state(case.model), case.batch)
+
+
+def test_a_plan_with_groups_is_read_as_it_was_written() -> None:
+    case = mlp_case()
+    training = Training.of(OPTIMIZERS["groups of adamw"](case.model), case.model)
+    plan = make_plan(case, whole, (1,), training=training)
+    assert type(plan).from_json(plan.to_json()) == plan
