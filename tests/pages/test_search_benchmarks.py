@@ -142,10 +142,12 @@ def test_two_processes_and_one_core_or_two_give_the_same_plan() -> None:
 
 def test_other_seeds_and_models_have_other_plan_files() -> None:
     """Else equal hashes would say nothing."""
-    one = determinism.plan_bytes("mlp", 200, None)
-    assert one == determinism.plan_bytes("mlp", 200, 1)
-    assert json.loads(one)["seed"] == 3
-    assert json.loads(one)["prediction"]["step_time"] > 0
+    plan = json.loads(determinism.plan_bytes("mlp", 200, 1))
+    assert plan["seed"] == 3
+    assert plan["prediction"]["step_time"] > 0
+    made = {name: make().fingerprint for name, make in determinism.CASES.items()}
+    assert plan["fingerprint"] == made["mlp"]
+    assert len({*made.values()}) == len(made)
 
 
 # -- search -------------------------------------------------------------------------------------
