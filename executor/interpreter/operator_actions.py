@@ -208,6 +208,8 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = kernel(inputs, parameters)
+        if any(output is each for each in parameters):
+            output = output.view_as(output)  # What hands a weight on is not emptied with it.
         for slot in instruction.gathered:
             if parameters[slot].requires_grad:  # A leaf of the tape; a frozen one is the value.
                 parameters[slot].data = parameters[slot].new_empty(0)

@@ -27,6 +27,7 @@ from stratagem.simulator.graph.placement import FLAT, REPLICATE, Shard, local_el
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import DimKind
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import Choice
@@ -349,3 +350,27 @@ def test_ranges_are_read_by_other_numbers_of_devices(zero: int, tmp_path: Path) 
         plan = old_plan(zero, ways)
         rest = execute(plan, graph, state, batch, steps=4, resume=tmp_path, timeout=60)
         assert rest.losses == pytest.approx(expected, rel=1e-5)
+
+
+class Parts(nn.Module):
+    """One parameter of which each product reads a part, as attention across inputs does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Parameter(torch.randn(3, 6, 5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, two = self.into[0], self.into[1:]
+        made = torch.tanh(x @ one.T) + (x @ two.flatten(0, 1).T).unflatten(-1, (2, 6)).sum(1)
+        return functional.mse_loss(made, y)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_gathered_parameter_may_be_handed_on(zero: int, parts: int) -> None:
+    """What was handed on was empty, as it was the parameter that is emptied behind its use."""
+    torch.manual_seed(0)
+    case = make_case(Parts(), x=torch.randn(8, 5), y=torch.randn(8, 6))
+    assert any(each.weights and each.kind == "elementwise" for each in case.graph.operators)
+    choose = sharding(DimKind.SAMPLE.value, zero=zero)
+    assert_equal_to_torch(case, make_plan(case, choose, (3,), num_microbatches=parts))
