@@ -13,7 +13,7 @@ import argparse
 import json
 
 from benchmarks.properties.readers import shared_readers
-from benchmarks.properties.states import sharded_state
+from benchmarks.properties.states import sharded_state, waiting_gradients
 from benchmarks.properties.steps import (
     affine_layers,
     bubbles,
@@ -31,6 +31,7 @@ PROPERTIES: dict[str, tuple[Property, int]] = {
     "bubbles are the papers'": (bubbles, 100),
     "readers share conversions": (shared_readers, 40),
     "state under ZeRO 3 is shared out": (sharded_state, 255),
+    "a gradient of each parameter waits": (waiting_gradients, 200),
 }
 """By name a property, and how many cases are tried."""
 

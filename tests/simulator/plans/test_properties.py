@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.properties import steps
 from benchmarks.properties.setups import simulated, with_free_links
-from benchmarks.properties.states import state_on
+from benchmarks.properties.states import state_on, waiting_gradients
 from benchmarks.properties.tries import Property, Try, score
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
@@ -26,6 +26,7 @@ from stratagem.simulator.kernel_times.training import Training
         (steps.interleaving, 6),
         (steps.affine_layers, 4),
         (steps.bubbles, 20),
+        (waiting_gradients, 40),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
