@@ -24,6 +24,7 @@ from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.plan.plan import Plan
+from tests.support.examples import examples
 
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -97,7 +98,7 @@ def test_no_name_leaves_a_comment(monkeypatch: pytest.MonkeyPatch, target: str, 
     assert all("\r" not in line for line in harmless)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text())
 def test_any_text_is_a_literal_of_python(text: str) -> None:
     literal = python_text(text)

@@ -32,6 +32,7 @@ from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.plan.provenance import Environment, Provenance
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows
+from tests.support.examples import examples
 
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
 GRAPH = sg.models.gpt(num_layers=2, **SMALL)
@@ -398,7 +399,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ROWS)
 def test_any_timeline_is_kept_to_the_nanosecond(rows: list[Row]) -> None:
     timeline = from_rows(rows, label="drawn")
@@ -406,7 +407,7 @@ def test_any_timeline_is_kept_to_the_nanosecond(rows: list[Row]) -> None:
     assert again.to_dict() == timeline.to_dict()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=50))
 def test_packed_numbers_are_kept(numbers: list[int]) -> None:
     assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers

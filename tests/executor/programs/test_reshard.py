@@ -40,6 +40,7 @@ from stratagem.simulator.sharding.tensor_parts import (
     part_at,
     part_of,
 )
+from tests.support.examples import examples
 
 torch.set_num_threads(1)
 
@@ -337,7 +338,7 @@ def has(part: TensorPart, box: Box) -> bool:
 
 class TestTransfers:
     @given(transfers())
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     def test_everybody_gets_what_it_needs(self, transfer):
         devices = sorted({*transfer.source_mesh.devices, *transfer.target_mesh.devices})
         ranks = ranks_of(devices)
@@ -359,7 +360,7 @@ class TestTransfers:
                 assert torch.equal(got, taken(whole, part))
 
     @given(transfers())
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=examples(100))
     def test_moves_tile_each_box_once(self, transfer):
         received: Counter[int] = Counter()
         for move in transfer.moves:

@@ -24,6 +24,7 @@ from stratagem.profiler.cache.timing_keys import CacheEntry
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Dim, DimKind, Operator
+from tests.support.examples import examples
 
 HERE = Environment("cpu", "2.13")
 GOOD = Measurement(1e-3, 0.1, 10)
@@ -76,7 +77,7 @@ class TestOrder:
     @settings(
         suppress_health_check=[HealthCheck.function_scoped_fixture],
         deadline=None,
-        max_examples=25,
+        max_examples=examples(25),
     )
     @given(parts=st.lists(st.lists(entries, max_size=4), min_size=2, max_size=3))
     def test_merging_in_any_order_gives_the_same_content(self, parts, tmp_path):
@@ -90,7 +91,7 @@ class TestOrder:
     @settings(
         suppress_health_check=[HealthCheck.function_scoped_fixture],
         deadline=None,
-        max_examples=25,
+        max_examples=examples(25),
     )
     @given(first=st.lists(entries, max_size=4), second=st.lists(entries, max_size=4))
     def test_every_entry_is_counted_once(self, first, second, tmp_path):

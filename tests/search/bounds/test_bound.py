@@ -28,6 +28,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.schedules.work_kinds import SEND, SEND_BACK
+from tests.support.examples import examples
 
 
 def best_by_enumeration(problem: Problem) -> float:
@@ -93,7 +94,7 @@ def test_no_plan_of_a_small_space_is_under_the_bound(
     assert bound.seconds > 0.3 * best
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     widths=st.lists(st.sampled_from([64, 256, 2048]), min_size=5, max_size=9),
     gb_s=st.sampled_from([0.002, 0.02, 0.2, 5.0]),
@@ -222,7 +223,7 @@ def test_a_target_stops_early() -> None:
     assert lower_bound(problem, start_of(problem), target=1e-9).rounds == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_forest_minimum_by_brute_force(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 5))
@@ -253,7 +254,7 @@ def test_forest_minimum_by_brute_force(data: st.DataObject) -> None:
         assert value == min(total(c, relaxed=False) for c in every)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 7), st.integers(0, 10**6))
 def test_longest_path_by_brute_force(count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

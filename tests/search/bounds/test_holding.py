@@ -29,6 +29,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
@@ -62,7 +63,7 @@ def with_memory(gib: float) -> Cluster:
     return replace(CLUSTER, device_types=(device,))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_no_plan_holds_less(data: st.DataObject) -> None:
     graph = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]()

@@ -25,6 +25,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.stage_boundaries import transfer_seconds
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.examples import examples
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""
@@ -118,7 +119,7 @@ def test_no_smaller_cluster_has_a_better_plan(problem: tuple[OperatorGraph, Clus
 
 
 @pytest.mark.long
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problems())
 def test_no_smaller_cluster_has_a_better_plan_of_eighty(
     problem: tuple[OperatorGraph, Cluster],

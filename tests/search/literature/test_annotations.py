@@ -25,6 +25,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import factors
+from tests.support.examples import examples
 
 SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}
 MODELS = {
@@ -148,7 +149,7 @@ def test_annotations_that_name_nothing_are_refused(annotations, message) -> None
         complete(MODELS["mlp"], [X], annotations)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_annotations_are_kept_and_every_operator_gets_a_valid_config(data: st.DataObject) -> None:
     graph = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]

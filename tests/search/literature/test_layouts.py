@@ -38,6 +38,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 COSTS = RooflineCosts()
@@ -143,7 +144,7 @@ def test_a_layout_of_experts_and_batch_differs_from_gshard_in_what_feeds_experts
         assert ours[name] == gshard[name]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_a_layout_is_honoured_by_every_operator_that_has_the_dim(data: st.DataObject) -> None:
     """It is refused exactly where two of its dims meet in an operator, or one cannot be cut."""

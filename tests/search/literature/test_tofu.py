@@ -27,6 +27,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
+from tests.support.examples import examples
 
 SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}
 MODELS = {
@@ -37,7 +38,7 @@ MODELS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_the_frontier_finds_the_least_sum_of_any_graph(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))

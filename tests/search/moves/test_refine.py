@@ -41,6 +41,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import Simulation
+from tests.support.examples import examples
 from tests.support.fresh_process import in_fresh_process
 from tests.support.pipelines import cut_at, meshes_of, small_gpt
 
@@ -87,7 +88,7 @@ def simulated(situation: Situation, skeleton: Skeleton, choices: Choices) -> Sim
     return situation.simulate(situation.plan(skeleton, choices, name="given"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_a_neighbour_differs_in_one_thing_and_is_a_plan(data: st.DataObject) -> None:
     graph = small_gpt(batch=32)

@@ -19,6 +19,7 @@ from stratagem.searcher.semi_automatic.annotation_files import read_annotations
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.hardware.device_mesh import MeshAxis
+from tests.support.examples import examples
 
 GRAPH = sg.models.gpt(
     num_layers=2, hidden=64, num_heads=4, vocabulary=256, sequence=32, batch=16, tied=False
@@ -124,7 +125,7 @@ def test_a_search_keeps_parameters_and_what_must_stay_whole(
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_a_completed_plan_never_breaks_its_own_constraints(data: st.DataObject) -> None:
     names = [op for op in GRAPH.operators if not op.is_source]
     annotations: dict[str, dict[str, str | None]] = {}

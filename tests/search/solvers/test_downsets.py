@@ -21,6 +21,7 @@ from stratagem.searcher.planners.inputs.down_sets import (
     linear_down_sets,
     linearisations,
 )
+from tests.support.examples import examples
 
 
 @st.composite
@@ -160,7 +161,7 @@ def cheapest(
     return best
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(graphs(most=5), st.integers(0, 1000), st.booleans(), st.booleans())
 def test_partitions_on_two_kinds_of_devices_equal_trying_all(
     predecessors: list[list[int]], seed: int, add: bool, exactly: bool
@@ -192,7 +193,7 @@ def test_partitions_on_two_kinds_of_devices_equal_trying_all(
     assert cut_into_stages(problem, bound=expected + 1).value == expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(graphs(most=5), st.integers(0, 1000))
 def test_tables_from_every_set_are_those_from_each_alone(
     predecessors: list[list[int]], seed: int

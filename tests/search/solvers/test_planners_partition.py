@@ -27,6 +27,7 @@ from stratagem.searcher.planners import (
 from stratagem.searcher.planners.inputs.blocks import colour_blocks
 from stratagem.searcher.planners.inputs.dnn_partitioning import PartitionEdge, PartitionNode
 from stratagem.searcher.planners.solvers.max_load import max_load
+from tests.support.examples import examples
 
 SMALL = """{"maxSizePerFPGA": 100.0, "maxFPGAs": 2, "maxCPUs": 1, "nodes": [
 {"id": 1, "fpgaLatency": 2, "cpuLatency": 20, "supportedOnFpga": 1, "isBackwardNode": 0,
@@ -144,7 +145,7 @@ def in_an_order(graph: PartitionInput, stages: list[PlannedStage]) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(inputs())
 def test_contiguous_splits_equal_trying_all(graph: PartitionInput) -> None:
     devices = graph.num_accelerators + graph.num_cpus
@@ -167,7 +168,7 @@ def test_contiguous_splits_equal_trying_all(graph: PartitionInput) -> None:
     assert result.value >= min(loads) - 1e-12
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(inputs())
 def test_scattered_splits_are_bounded_and_proved_ones_best(graph: PartitionInput) -> None:
     loads = [

@@ -24,6 +24,7 @@ from stratagem.searcher.planners import (
 )
 from stratagem.searcher.planners.inputs.down_sets import down_sets
 from stratagem.searcher.planners.inputs.pipedream import ProfiledLayer
+from tests.support.examples import examples
 
 PROFILE = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, \
 activation_size=0.0, parameter_size=0.000
@@ -98,7 +99,7 @@ def flat_plans(graph: PipeDreamGraph, count: int) -> Iterator[tuple[Replicated, 
             yield tuple(Replicated(s, r) for s, r in zip(stages, replicas, strict=True))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     profiles(),
     st.integers(1, 4),
@@ -123,7 +124,7 @@ def test_flat_plans_equal_trying_all(
     assert theirs.value == pytest.approx(theirs.recurrence, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(profiles(most=4), st.sampled_from([(1, 2), (2, 2), (3, 2)]))
 def test_nested_plans_equal_trying_all(graph: PipeDreamGraph, counts: tuple[int, int]) -> None:
     levels = [HierarchyLevel(counts[0], 8.0), HierarchyLevel(counts[1], 1.0)]

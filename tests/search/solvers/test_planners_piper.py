@@ -25,6 +25,7 @@ from stratagem.searcher.planners import (
 from stratagem.searcher.planners.inputs.down_sets import down_sets
 from stratagem.searcher.planners.inputs.piper import PiperEdge, PiperNode, RunOption
 from stratagem.searcher.planners.solvers._piper_kernels import choose_ways
+from tests.support.examples import examples
 
 
 def way(name: str, time: float, weights: float, a: float, b: float) -> RunOption:
@@ -114,7 +115,7 @@ def best_of_all(graph: PiperInput) -> float:
     return best
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(inputs())
 def test_plans_equal_trying_all(graph: PiperInput) -> None:
     best = best_of_all(graph)
@@ -129,7 +130,7 @@ def test_plans_equal_trying_all(graph: PiperInput) -> None:
     assert solve_piper(graph, greedy=True).value >= best * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),

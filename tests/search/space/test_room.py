@@ -24,6 +24,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 REGATHER = Options(regather=True)
@@ -50,7 +51,7 @@ def problem_of(graph: OperatorGraph, skeleton: Skeleton, options: Options = REGA
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(which=st.integers(0, 30), seed=st.integers(0, 2**16), share=st.floats(0.3, 1.5))
 def test_no_plan_is_over_the_memory_where_all_are_said_to_fit(
     which: int, seed: int, share: float

@@ -20,6 +20,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD
 from stratagem.simulator.simulation.priced_plan import macro_durations, plan_model
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.examples import examples
 from tests.support.plans import Case, make_plan, whole
 
 COSTS = RooflineCosts()
@@ -39,7 +40,7 @@ def value_of(times: Floats, lengths: tuple[int, ...], stages: int, parts: int) -
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_lengths_are_better(num: int, stages: int, parts: int, rng: object) -> None:
     times = np.full((num, num), np.inf)
     for length in range(num):

@@ -28,6 +28,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.stage.block_tasks import stage_blocks
+from tests.support.examples import examples
 
 NUM_PROPOSALS = int(os.environ.get("STRATAGEM_DELTA_PROPOSALS", "24000"))
 NUM_SEEDS = 24
@@ -166,7 +167,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 DURATIONS_NS = st.one_of(st.integers(0, 3), st.integers(0, 3000))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(graph=graphs(), data=st.data())
 def test_all_engines_agree_on_any_walk(graph, data):
     """Proposals, accepted or not, each equal to SimPy and plain Python on the proposed graph."""

@@ -16,6 +16,7 @@ from stratagem.simulator.engine.event_engine import Times, allocate, simulate
 from stratagem.simulator.engine.idle_tasks import contract
 from stratagem.simulator.engine.reference_engines import simulate_plain, simulate_simpy
 from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
+from tests.support.examples import examples
 
 
 def simulate_interpreted(graph: TaskGraph) -> Times:
@@ -317,7 +318,7 @@ def test_a_busy_task_cannot_be_taken_out():
         contract(graph, np.ones(2, dtype=bool))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     machines=st.lists(
         st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5

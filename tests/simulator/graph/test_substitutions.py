@@ -44,6 +44,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.examples import examples
 from tests.support.rewritable_graphs import (
     GRAPHS,
     SMALL,
@@ -279,7 +280,7 @@ def _some_layers(
     return made
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), ways=st.sampled_from([1, 2]))
 def test_any_rewriting_of_any_graph_computes_the_same(seed: int, ways: int) -> None:
     """Steps drawn at random, one after the other, and any config of what comes out."""

@@ -27,6 +27,7 @@ from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model
 from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
 from stratagem.simulator.simulation.token_slice_memory import sliced_tensors
+from tests.support.examples import examples
 from tests.support.plans import Case, Chooser, make_plan, sharding, whole
 
 COSTS = RooflineCosts()
@@ -87,7 +88,7 @@ def compositions(total: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @given(compositions(24), st.sampled_from([model, gated]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_the_work_of_all_slices_is_that_of_the_whole(
     lengths: tuple[int, ...], make: Callable[[], OperatorGraph]
 ) -> None:

@@ -47,9 +47,10 @@ from tests.support.cell_plans import (
     seeds,
     unfolded,
 )
+from tests.support.examples import examples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models, seeds)
 def test_a_task_per_device_takes_the_same_time_as_one_for_all(name: str, seed: int) -> None:
     model = plan_model(random_plan(name, random.Random(seed)), model_graph(name), COSTS)
@@ -68,7 +69,7 @@ def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes:
         assert_same_times(stage, fine)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(models, seeds, st.sampled_from([0.2, 0.5, 1.0]))
 def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: float) -> None:
     """Cells split along the pinned axes say the same as a task per device."""
@@ -242,7 +243,7 @@ def talking(
     return [sorted(each) for each in joined]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(models, seeds, st.sampled_from([0.0, 0.5]))
 def test_whole_plans_are_equal_on_every_lane(name: str, seed: int, pins: float) -> None:
     plan = random_plan(name, random.Random(seed), pins=pins)

@@ -38,6 +38,7 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import MemoryTimeline
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()
@@ -145,7 +146,7 @@ def test_the_peak_is_that_of_the_definition(model: str, policy: str) -> None:
     assert memory.peak - memory.state == alive_by_definition(graph, again)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(
     seed=st.integers(0, 2**31),
     num_stages=st.sampled_from([1, 2, 4]),

@@ -30,6 +30,7 @@ from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.shared_conversions import Sharing
 from stratagem.simulator.stage.stage_blocks import Block, StageBlocks
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 LAUNCHING = replace(
@@ -181,7 +182,7 @@ def built(table: CostTable, **settings: object) -> tuple[StageBlocks, Lifetimes]
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(MODELS)))

@@ -36,6 +36,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_rows import timed, timed_rows
 from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 TEXT = gpt(num_layers=3, hidden=32, num_heads=4, vocabulary=64, sequence=8, batch=16)
@@ -49,7 +50,7 @@ def _placements(
     return tuple(data.draw(st.sampled_from(options)) for _ in range(axes))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_local_sizes_are_those_of_the_largest_shards(data: st.DataObject) -> None:
     operator = data.draw(st.sampled_from([*TEXT.operators, *IMAGES.operators]))
@@ -62,7 +63,7 @@ def test_local_sizes_are_those_of_the_largest_shards(data: st.DataObject) -> Non
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_local_elements_are_those_of_the_largest_shards(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))

@@ -36,11 +36,12 @@ from stratagem.simulator.schedules.named_schedules import (
 )
 from stratagem.simulator.schedules.schedule_player import StageTimes, duration_table, play_schedule
 from stratagem.simulator.schedules.steady_state import steady_state
+from tests.support.examples import examples
 
 SMALL = st.integers(1, 6)
 COUNT = st.integers(1, 14)
 NS = st.integers(1, 9)
-check = settings(deadline=None, max_examples=60)
+check = settings(deadline=None, max_examples=examples(60))
 
 
 @st.composite
