@@ -42,6 +42,9 @@ have no rule of their own, which
 [torch runs on shards](your-model.md#operators-without-a-rule). *Products* are operations of
 products against those that `torch.utils.flop_counter` counts in a forward pass: it counts no
 attention that runs fused on CPUs, and mixtures of experts are written with all their slots.
+
+Lines are as they were measured. What was mended since, and what was not tried, is left to the next
+run.
 """
 
 
