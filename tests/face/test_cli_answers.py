@@ -46,7 +46,7 @@ class Net(torch.nn.Module):
     def forward(self, x):
         y = self.layer(x)
         if self.kind == "odd":
-            y = y + torch.rand_like(y)
+            y = y + torch.poisson(y.abs())
         return torch.nn.functional.mse_loss(y, x)
 
 def build():
@@ -263,9 +263,9 @@ class TestHints:
     def test_an_operator_that_cannot_be_captured_is_found(self, place):
         shown = call("capture", "answer_model:odd", "-o", "g.json")
         assert shown.exit_code == 2
-        line = 1 + MODEL.splitlines().index("            y = y + torch.rand_like(y)")
+        line = 1 + MODEL.splitlines().index("            y = y + torch.poisson(y.abs())")
         assert f"{place / 'answer_model.py'}:{line}" in shown.stderr
-        handlers = "HANDLERS['rand_like'] of stratagem.simulator.torch_ops.aten.handlers"
+        handlers = "HANDLERS['poisson'] of stratagem.simulator.torch_ops.aten.handlers"
         assert handlers in shown.stderr
 
     def test_a_handler_of_the_users_is_heeded(self, place, monkeypatch):
@@ -273,13 +273,13 @@ class TestHints:
         from stratagem.simulator.torch_ops.aten.arguments import reads
         from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 
-        @reads("self", "pin_memory")
+        @reads("self", "generator")
         def first(call):
             """Every argument must be read, or it would be dropped in silence."""
-            assert call.given("pin_memory") is False
+            assert call.given("generator") is None
             return call.tensor("self")
 
-        monkeypatch.setitem(HANDLERS, "rand_like", first)
+        monkeypatch.setitem(HANDLERS, "poisson", first)
         assert call("capture", "answer_model:odd", "-o", "g.json").exit_code == 0
 
     @pytest.mark.parametrize(

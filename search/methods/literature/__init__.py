@@ -12,6 +12,7 @@ Imports: space, the simulator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from stratagem.searcher.methods.literature.annotations import (
@@ -196,7 +197,11 @@ def _fitted(
         graph = situation.graph.microbatch(parts)
         choices = with_recompute(graph, strategy(graph), policy)
         prices = StagePrices(situation, mesh, {n: (c,) for n, c in choices.items()}, parts)
-        return choices, prices.of(choices)
+        price = prices.of(choices)
+        if price.fits:  # Gradients that wait for links are in simulations alone.
+            plan = one_stage_plan(name, situation, mesh, choices, parts)
+            price = replace(price, peak=situation.simulate(plan).peak_memory)
+        return choices, price
 
     name = f"{name} on {_shape(mesh)}"
     parts, choices, price = fewest_microbatches(situation, mesh, attempt)

@@ -17,9 +17,9 @@ from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Term
 
 def _cross_entropy(call: AtenCall) -> DraftTensor:
     logits = call.tensor("self")
-    call.refuse_unless(call.arguments.get("reduction", 1) == 1, "a reduction other than mean")
     call.refuse_unless(call.arguments.get("weight") is None, "class weights")
     call.refuse_unless(call.arguments.get("label_smoothing", 0) == 0, "label smoothing")
+    call.refuse_unless(call.arguments.get("reduction", 1) == 1, "a reduction other than mean")
     target = call.given("target")
     call.refuse_unless(
         isinstance(target, Expression) and "int" in target.dtype,

@@ -35,7 +35,6 @@ torch.set_num_threads(1)
 MIXES_SAMPLES = {
     "var_of_samples": "the variance is that of all samples",
     "index_pairs": "rows are taken by a list of numbers, which may be any",
-    "baddbmm": "what is added is a constant of no sample",
     "embedding_bag": "bags are cut by numbers of the whole batch",
     "embedding_scaled": "gradients are divided by how often the batch has a row",
     "lstm": "its kernels are not tried",

@@ -240,7 +240,7 @@ def test_chains_price_shared_conversions_as_the_simulator(
         simulated = situation.simulate(plan)
         assert chain.score() == chain.scores[0]
         assert chain.scores[0] == pytest.approx(simulated.step_time, rel=1e-12)
-        assert chain.peaks() == [rank.peak for rank in simulated.memory]
+        assert chain.peaks() == [rank.without_waiting for rank in simulated.memory]
 
 
 def forked(width: int) -> OperatorGraph:

@@ -33,7 +33,7 @@ from stratagem.simulator.graph.placement import (
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.operators.operator import Layout, Operator, Output, factors
-from stratagem.simulator.operators.step_programs import SOURCE_FUNCTIONS, STEP_FUNCTIONS
+from stratagem.simulator.operators.step_programs import DRAWING, SOURCE_FUNCTIONS, STEP_FUNCTIONS
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS, run_kernel
 from stratagem.simulator.torch_ops.kernels.shards import Shards, whole
@@ -249,7 +249,7 @@ def test_every_kind_has_a_kernel_and_a_case():
 
 
 def test_every_step_has_a_function():
-    assert {*STEP_KERNELS, "dropout"} == STEP_FUNCTIONS.keys()
+    assert {*STEP_KERNELS, *DRAWING} == STEP_FUNCTIONS.keys()
     assert SOURCE_KERNELS.keys() == SOURCE_FUNCTIONS.keys()
 
 
