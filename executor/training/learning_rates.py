@@ -10,6 +10,7 @@ floor ┤ ╱        ╰────
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -72,6 +73,10 @@ class RateSchedule:
         return self.floor + (1 - self.floor) * left
 
 
+_STEPPING = threading.Lock()
+"""Ranks that are threads of one process share their rates, and each asks for the same step."""
+
+
 @dataclass
 class TorchRate:
     """The rates of a scheduler of torch, as it is.
@@ -95,6 +100,10 @@ class TorchRate:
 
     def __call__(self, step: int) -> float:
         """The factor at a step."""
+        with _STEPPING:
+            return self._at(step)
+
+    def _at(self, step: int) -> float:
         if self._going is None:
             optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
             self._going = optimizer, self.make(optimizer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -182,6 +184,21 @@ def test_schedulers_of_torch_are_taken_as_they_are(name: str) -> None:
     rate = sg.TorchRate(SCHEDULES[name])
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
     assert_same(result, *trained(case, build, schedule=SCHEDULES[name]))
+
+
+def test_ranks_that_are_threads_share_a_scheduler() -> None:
+    """Two threads stepped one scheduler at once, so that a rate was left out now and then."""
+
+    class Slow(lr_scheduler.StepLR):
+        def step(self, epoch: int | None = None) -> None:
+            time.sleep(2e-3)
+            super().step(epoch)
+
+    rate = sg.TorchRate(lambda optimizer: Slow(optimizer, step_size=1, gamma=0.5))
+    with ThreadPoolExecutor(4) as pool:
+        rates = list(pool.map(rate, [5] * 4))
+    assert rates == [0.5**5] * 4
+    assert [rate(step) for step in range(6)] == [0.5**step for step in range(6)]
 
 
 def test_a_scheduler_that_needs_a_loss_is_refused() -> None:
