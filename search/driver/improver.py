@@ -58,7 +58,6 @@ class Improver:
         self._neighbourhood, self._workers = neighbourhood, workers
         self._refining: dict[Skeleton, WorkPart[Refined]] = {}
         self._descended: set[tuple[Skeleton, float]] = set()
-        self._num_operators = len(space.situation.graph.operators)
 
     def begin_refining(self, listed: Sequence[SkeletonEntry]) -> None:
         """Have the first pipelines refined by whoever is free: `refine` may need them.
@@ -66,7 +65,7 @@ class Improver:
         Args:
             listed: skeletons, the best first.
         """
-        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._num_operators)
+        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._space.num_operators)
         for entry in listed[:REFINED]:
             skeleton, best = entry.skeleton, entry.simulation
             if best is None or len(skeleton.stages) == 1 or skeleton in self._refining:
@@ -111,7 +110,7 @@ class Improver:
         Returns:
             The skeletons that were come to, the best first.
         """
-        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._num_operators)
+        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._space.num_operators)
         starts = [s for s in self._kinds() if (s[0], s[1].step_time) not in self._descended]
         parts = [
             self._workers.part(
@@ -148,7 +147,7 @@ class Improver:
                 alike = first.setdefault(kind_of(skeleton), {})
                 if len(alike) < STARTS_OF_KIND:
                     alike.setdefault(skeleton.stages, (skeleton, simulation))
-        most = affordable(KINDS, KINDS_OPERATORS, self._num_operators, least=REFINED)
+        most = affordable(KINDS, KINDS_OPERATORS, self._space.num_operators, least=REFINED)
         starts = [list(alike.values()) for alike in first.values()]
         return [alike[k] for k in range(STARTS_OF_KIND) for alike in starts if k < len(alike)][
             :most
@@ -180,7 +179,7 @@ class Improver:
         """
         plans = [(e, e.simulation.plan) for e in entries if e.simulation is not None]
         share = int(WALKED_SHARE * budget) // max(1, len(plans))
-        most = affordable(MOST_WALKED, WALKED_OPERATORS, self._num_operators)
+        most = affordable(MOST_WALKED, WALKED_OPERATORS, self._space.num_operators)
         rounds = min(most, share // LEAST_EVALUATIONS - 1)
         if rounds < 1 or not plans:
             return list(entries)

@@ -46,6 +46,12 @@ NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
 
 
+LEAST_SEARCHED, SEARCHED_OPERATORS = 2_000, 200_000
+"""Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
+least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
+evaluated in microseconds."""
+
+
 class StopReason(enum.Enum):
     """Why a search ended, in a sentence for its user.
 
@@ -85,6 +91,17 @@ class Budget:
                 f"{'any number of' if self.seconds is None else self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
+
+    def on_skeleton(self, share: int, num_operators: int) -> int:
+        """Evaluations of a skeleton that is searched, given its share of all.
+
+        Example:
+            >>> [Budget(800).on_skeleton(200, operators) for operators in (50, 500, 5000)]
+            [2000, 400, 200]
+        """
+        if not self.evaluations:
+            return 0
+        return max(share, min(LEAST_SEARCHED, SEARCHED_OPERATORS // num_operators))
 
     def share(self, count: int, number: int, spent: float) -> Budget:
         """The budget of one of `count` searches, after those before it took `spent` seconds.

@@ -102,7 +102,7 @@ def search(
         zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
             out.
         num_skeletons: how many skeletons are searched, one or more; of small models others that
-            are nearly as good are, too, without chains.
+            are nearly as good are, too, by the least evaluations (see `Budget`).
         num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
             first; fewer of larger models when left out.
         options: recomputing, pieces, fusion and buckets; see `Options`.
@@ -371,7 +371,7 @@ def _simplest(run: SearchCourse, fastest: Simulation) -> Simulation:
         situation.graph,
         lambda plan: situation.simulate(plan, always=True),
         run.incumbent.admits,
-        affordable(MOST_SIMPLER, SIMPLER_OPERATORS, len(situation.graph.operators)),
+        affordable(MOST_SIMPLER, SIMPLER_OPERATORS, run.space.num_operators),
     )
 
 

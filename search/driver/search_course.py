@@ -55,10 +55,6 @@ SHARED_OPERATORS = 100
 """Models of fewer operators are searched faster than other processes start."""
 SMALL_OPERATORS = 100
 """Of models of fewer operators all skeletons are searched that may be better than the best."""
-LEAST_SEARCHED, SEARCHED_OPERATORS = 2_000, 200_000
-"""Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
-least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
-evaluated in microseconds."""
 WINDOWS = 24
 """Windows that are solved on a skeleton."""
 MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
@@ -129,7 +125,7 @@ class SearchCourse:
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
         self._start_clock(schedules[0], baselines)
-        large = len(self.space.situation.graph.operators) >= SHARED_OPERATORS
+        large = self.space.num_operators >= SHARED_OPERATORS
         remake = remade, (Registered(), *self._sharpener.arguments)
         others = worker_count(self.num_threads) if large else 0
         with Workers(self._sharpener, *remake, others) as self._workers:
@@ -274,7 +270,7 @@ class SearchCourse:
         return found.plans
 
     def _num_drafted(self, most: int) -> int:
-        operators = len(self.space.situation.graph.operators)
+        operators = self.space.num_operators
         return affordable(MOST_DRAFTED, DRAFTED_OPERATORS, operators, least=2 * most)
 
     def _leave_idle(self, most: int) -> list[SkeletonEntry]:
@@ -289,8 +285,7 @@ class SearchCourse:
         return first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
 
     def _rank(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
-        operators = len(self.space.situation.graph.operators)
-        most = affordable(MOST_RANKED, RANKED_OPERATORS, operators)
+        most = affordable(MOST_RANKED, RANKED_OPERATORS, self.space.num_operators)
         return self.space.rank(
             listed,
             self.incumbent.offer,
@@ -402,7 +397,7 @@ class SearchCourse:
             starts.append(bound.choice)
         program = IntraProgram(problem)
         starts += self._programmed(program)
-        evaluations = max(evaluations, self._least_evaluations())
+        evaluations = self.budget.on_skeleton(evaluations, self.space.num_operators)
         best = self._chains(problem, starts, evaluations, number)
         if not self._time_is_up():
             best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
@@ -413,19 +408,12 @@ class SearchCourse:
             spent = self.evaluations - before
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
 
-    def _least_evaluations(self) -> int:
-        """Of chains on a skeleton, unless the budget has none at all."""
-        if not self.budget.evaluations:
-            return 0
-        operators = len(self.space.situation.graph.operators)
-        return affordable(LEAST_SEARCHED, SEARCHED_OPERATORS, operators, least=0)
-
     def _search_nearly_as_good(self) -> None:
         """Search the others that may still be better, where that costs little.
 
         A search of fewer skeletons searches what comes behind the first few of this one.
         """
-        if len(self.space.situation.graph.operators) >= SMALL_OPERATORS:
+        if self.space.num_operators >= SMALL_OPERATORS:
             return
         found = [
             entry

@@ -125,6 +125,11 @@ class Space:
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
     @property
+    def num_operators(self) -> int:
+        """Operators of the model, by which the effort that a search can afford is counted."""
+        return len(self.situation.graph.operators)
+
+    @property
     def limits(self) -> PipelineLimits:
         """Constraints as the program over stages knows them; the rest is checked on its plans."""
         wishes = self.constraints.constraints
