@@ -31,7 +31,6 @@ from stratagem.executor.checkpoints.index import (
     saved_tensors,
     shard_name,
 )
-from stratagem.executor.state.optimizers import state_names
 from stratagem.simulator.base.files import new_file_mode, sync
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def save_checkpoint(
             parameters=program.model_parameters,
             plan=program.plan.name,
             optimizer=training.optimizer,
-            states=state_names(training) if updates else (),
+            states=training.states if updates else (),
             updates=updates,
             rate=interpreter.optimizer.rate,
             course=course,

@@ -398,8 +398,9 @@ class Interpreter:
             gradients = list(torch._foreach_div(whole, self._memory.seed))
         if longest and norm is not None:
             gradients = clipped(gradients, norm, longest)
-        if most:
-            gradients = [gradient.clamp(-most, most) for gradient in gradients]
+        if most and gradients:
+            gradients = list(torch._foreach_clamp_min(gradients, -most))
+            torch._foreach_clamp_max_(gradients, most)
         return [
             GradientChange(name, parameter, gradient, copy)
             for (name, parameter, _, copy), gradient in zip(changes, gradients, strict=True)

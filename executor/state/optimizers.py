@@ -1,9 +1,11 @@
-"""SGD and Adam on parameters at home, by the formulas of `torch.optim`."""
+"""SGD and Adam by the formulas of `torch.optim`, and Lion, on parameters at home."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,26 +66,28 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
             return FusedAdam(training)
         if training.optimizer == "sgd":
             return FusedSGD(training)
+    kinds: Mapping[str, Callable[[Training], _Stepping]]
     kinds = {"sgd": _SGD, "adam": _Adam, "lion": _Lion}
     return kinds[training.optimizer](training)
 
 
-def state_names(training: Training) -> tuple[str, ...]:
-    """The names of the tensors that `Optimizer.state` gives for a parameter that was updated.
+class _Alike(NamedTuple):
+    """Parameters of one dtype, rate and decay, each in one piece, and their gradients."""
 
-    Example:
-        >>> state_names(Training(optimizer="adam"))
-        ('mean', 'square')
-    """
-    return training.states
+    names: list[str]
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    rate: float
+    decay: float
 
 
-class _Stepping:
+class _Stepping(ABC):
     """What optimizers have in common: rates, states by parameter, and counts of updates."""
 
     def __init__(self, training: Training) -> None:
         self.rate = training.learning_rate
         self._training = training
+        self._settings_of = cache(training.settings_of)
         self._states: dict[str, tuple[Tensor, ...]] = {}
         self._updates: dict[str, int] = {}
 
@@ -102,27 +106,22 @@ class _Stepping:
             gradients = _in_one_piece(_cast(alike, worked))
             for (factor, decay), chosen in self._by_settings(alike).items():
                 self._step(
-                    [alike[i].name for i in chosen],
-                    [worked[i] for i in chosen],
-                    [gradients[i] for i in chosen],
-                    self.rate * factor,
-                    decay,
+                    _Alike(
+                        [alike[i].name for i in chosen],
+                        [worked[i] for i in chosen],
+                        [gradients[i] for i in chosen],
+                        self.rate * factor,
+                        decay,
+                    )
                 )
             for parameter, each in zip(given, worked, strict=True):
                 if each is not parameter:
                     parameter.copy_(each)
             _follow(alike)
 
-    def _step(
-        self,
-        names: list[str],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rate: float,
-        decay: float,
-    ) -> None:
-        """Change parameters of one dtype, rate and decay, which lie in one piece each."""
-        raise NotImplementedError
+    @abstractmethod
+    def _step(self, alike: _Alike) -> None:
+        """Change the parameters by their gradients."""
 
     def _by_settings(
         self, changes: Sequence[GradientChange]
@@ -130,7 +129,7 @@ class _Stepping:
         """The numbers of changes by rate and decay."""
         found: dict[tuple[float, float], list[int]] = {}
         for i, change in enumerate(changes):
-            found.setdefault(self._training.settings_of(change.name), []).append(i)
+            found.setdefault(self._settings_of(change.name), []).append(i)
         return found
 
     def _kept(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -161,14 +160,8 @@ class _Stepping:
 class _SGD(_Stepping):
     """p −= rate · (g + decay · p), with momentum by the formulas of `torch.optim.SGD`."""
 
-    def _step(
-        self,
-        names: list[str],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rate: float,
-        decay: float,
-    ) -> None:
+    def _step(self, alike: _Alike) -> None:
+        names, parameters, gradients, rate, decay = alike
         momentum = self._training.momentum
         if decay:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
@@ -193,14 +186,8 @@ class _Adam(_Stepping):
     is given lies in one piece.
     """
 
-    def _step(
-        self,
-        names: list[str],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rate: float,
-        decay: float,
-    ) -> None:
+    def _step(self, alike: _Alike) -> None:
+        names, parameters, gradients, rate, decay = alike
         means, squares, *largest = self._kept(names, parameters)
         counts = [self._updates[name] for name in names]
         device = parameters[0].device
@@ -226,14 +213,8 @@ class _Adam(_Stepping):
 class _Lion(_Stepping):
     """Chen et al. 2023: p −= rate · (sign(β₁ m + (1 − β₁) g) + decay · p), then m by β₂."""
 
-    def _step(
-        self,
-        names: list[str],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rate: float,
-        decay: float,
-    ) -> None:
+    def _step(self, alike: _Alike) -> None:
+        names, parameters, gradients, rate, decay = alike
         (means,) = self._kept(names, parameters)
         first, second = self._training.betas
         if decay:
