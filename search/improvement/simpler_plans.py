@@ -37,14 +37,19 @@ def like_layers(graph: OperatorGraph) -> list[Layers]:
         >>> [len(layers) for layers in like_layers(graph)]
         [3]
     """
-    names = [operator.name for operator in graph.operators]
-    return [
-        [
-            tuple(names[start : start + block.length])
-            for start in range(block.start, block.start + block.length * block.count, block.length)
+    if like_layers not in graph.derived:
+        names = [operator.name for operator in graph.operators]
+        graph.derived[like_layers] = [
+            [
+                tuple(names[start : start + block.length])
+                for start in range(
+                    block.start, block.start + block.length * block.count, block.length
+                )
+            ]
+            for block in repeated_blocks(graph)
         ]
-        for block in repeated_blocks(graph)
-    ]
+    found: list[Layers] = graph.derived[like_layers]
+    return found
 
 
 def treatments(plan: Plan, graph: OperatorGraph) -> list[Counter[Treatment]]:

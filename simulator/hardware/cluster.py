@@ -103,12 +103,15 @@ class Link:
         piece = low.piece_us + share * (high.piece_us - low.piece_us)
         return latency * 1e-6, bandwidth * 1e9, piece * 1e-6
 
-    def slowed(self, factor: float) -> Link:
-        """The link on which everything takes `factor` times as long; waiting for others stays.
+    def slowed(self, factor: float, *, latencies: bool = True) -> Link:
+        """The link on which bytes take `factor` times as long, and `latencies` too if they are to.
+
+        How long members wait for each other stays.
 
         Example:
-            >>> Link("NVLink", 40.0, 10.0).slowed(2.0).at(8)
-            (2e-05, 20000000000.0, 0.0)
+            >>> slow = Link("NVLink", 40.0, 10.0).slowed(2.0)
+            >>> slow.bandwidth_gb_s, slow.latency_us, slow.slowed(0.5, latencies=False).latency_us
+            (20.0, 20.0, 20.0)
 
         Raises:
             ValueError: if the factor is not above 0.
@@ -117,16 +120,17 @@ class Link:
             raise ValueError(
                 f"link {self.name!r}: a factor of {factor} on its times; it must be > 0"
             )
+        late = factor if latencies else 1.0
         groups = tuple(
             replace(
                 group,
                 bandwidth_gb_s=group.bandwidth_gb_s / factor,
-                latency_us=group.latency_us * factor,
-                piece_us=group.piece_us * factor,
+                latency_us=group.latency_us * late,
+                piece_us=group.piece_us * late,
             )
             for group in self.by_group_size
         )
-        bandwidth, latency = self.bandwidth_gb_s / factor, self.latency_us * factor
+        bandwidth, latency = self.bandwidth_gb_s / factor, self.latency_us * late
         return replace(self, bandwidth_gb_s=bandwidth, latency_us=latency, by_group_size=groups)
 
     def wait(self, size: int) -> float:

@@ -50,7 +50,7 @@ def _peak(model: PlanModel, macro: Times, rank: int) -> DeviceMemory:
         found = fullest(sliced_situations(model, rank))
     waiting = None
     if _sums_apart(model, tensors.values()):
-        waiting = WaitingGradients(tensors, _runs(model, macro, rank))
+        waiting = WaitingGradients(tensors, _runs(model, macro, rank, tensors))
         if model.slices:
             found = sliced_situations(model, rank)
         else:
@@ -86,17 +86,20 @@ def _sums_apart(model: PlanModel, tensors: Iterable[StageTensors]) -> bool:
 
 def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
     """The memory of one device of a rank over a step."""
-    runs, tensors = _runs(model, macro, rank), _tensors(model, rank)
+    tensors = _tensors(model, rank)
+    runs = _runs(model, macro, rank, tensors)
     if model.slices:
         runs = with_waiting(model, rank, runs)
     capacity = _capacity(model, rank)
     return memory_over_time(f"rank {rank}", tensors, runs, macro.makespan, capacity)
 
 
-def _runs(model: PlanModel, macro: Times, rank: int) -> list[BlockRun]:
+def _runs(
+    model: PlanModel, macro: Times, rank: int, tensors: Mapping[int, StageTensors]
+) -> list[BlockRun]:
     """What a rank ran, pass by pass, and when what it left to be summed was so."""
     schedule = model.macro.schedule
-    apart = _sums_apart(model, _tensors(model, rank).values())
+    apart = _sums_apart(model, tensors.values())
     sums = _Sums(model, macro)
     places: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
     runs: list[BlockRun] = []
