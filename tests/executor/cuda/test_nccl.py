@@ -30,7 +30,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.stage.stage_blocks import PREFETCH
 from stratagem.simulator.timeline.timeline import lane_name
-from tests.executor.equality.test_chimera import random_plan as opposite_plan
+from tests.executor.equality.pipelines.test_chimera import random_plan as opposite_plan
 from tests.executor.equality.test_models_executed import case_of
 from tests.executor.runs.test_backends import operations
 from tests.support.cuda.fake_nccl import FakeCommunicator, StuckError, run_fake

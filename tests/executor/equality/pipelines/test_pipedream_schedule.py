@@ -33,7 +33,7 @@ from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, LAST_BAC
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.priced_plan import block_times, macro_durations, plan_model
 from stratagem.simulator.simulation.simulation import simulate_model
-from tests.executor.equality.test_pipedream import COSTS, stashing
+from tests.executor.equality.pipelines.test_pipedream import COSTS, stashing
 from tests.support.plans import (
     Case,
     sharding,

@@ -397,7 +397,7 @@ def test_what_is_measured_has_the_names_of_what_is_predicted() -> None:
 
 def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "launched_model.py").write_text(MODEL)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]), prepend=os.pathsep)
     case = launched_case()
     plan = opposite(case, sharding("parameter"), ONE, ONE, num_microbatches=4)
     plan.save(tmp_path / "plan.json")

@@ -319,7 +319,7 @@ def test_processes_train_by_the_published_rule_and_checkpoints_need_no_older_wei
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stashing_model.py").write_text(MODEL)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]), prepend=os.pathsep)
     torch.manual_seed(0)
     model = MLP([10, 16, 9, 7])
     case = make_case(model, x=torch.randn(8, 10), target=torch.randint(0, 7, (8,)))

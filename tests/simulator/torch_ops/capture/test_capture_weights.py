@@ -12,7 +12,7 @@ from torch.nn import functional
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
-from tests.simulator.torch_ops.test_capture_truth import (
+from tests.simulator.torch_ops.capture.test_capture_truth import (
     Loss,
     Small,
     assert_trains_as_torch,

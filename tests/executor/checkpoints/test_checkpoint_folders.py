@@ -22,31 +22,13 @@ from stratagem.executor.checkpoints.folder import (
 )
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from tests.support.checkpoint_runs import (
-    batches_of,
     contents,
     flip,
     plan_called,
     same,
-    small_llama,
-    state_of,
 )
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def graph() -> OperatorGraph:
-    return small_llama()
-
-
-@pytest.fixture(scope="module")
-def state(graph: OperatorGraph) -> dict[str, Tensor]:
-    return state_of(graph)
-
-
-@pytest.fixture(scope="module")
-def data(graph: OperatorGraph) -> list[dict[str, Tensor]]:
-    return batches_of(graph)
 
 
 def steps_of(folder: Path) -> list[int]:

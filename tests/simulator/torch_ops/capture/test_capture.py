@@ -37,7 +37,7 @@ from stratagem.simulator.operators.step_programs import (
 from stratagem.simulator.torch_ops.capture.capture import capture
 
 _SPEC = importlib.util.spec_from_file_location(
-    "example_models", Path(__file__).parents[3] / "examples" / "models.py"
+    "example_models", Path(__file__).parents[4] / "examples" / "models.py"
 )
 assert _SPEC is not None
 assert _SPEC.loader is not None

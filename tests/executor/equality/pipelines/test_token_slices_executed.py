@@ -310,7 +310,7 @@ def llama():
 
 def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sliced_model.py").write_text(MODEL)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]), prepend=os.pathsep)
     case = case_of("llama")
     sliced(case, (5, 3, 2), (1,), (2,), choose=heads).save(tmp_path / "plan.json")
     report = launch(

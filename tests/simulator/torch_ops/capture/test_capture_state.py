@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.simulator.torch_ops.test_capture_truth import assert_trains_as_torch
+from tests.simulator.torch_ops.capture.test_capture_truth import assert_trains_as_torch
 from tests.support.plans import Case, seeds
 
 Forward = Callable[["Stateful", Tensor, Tensor], Tensor]

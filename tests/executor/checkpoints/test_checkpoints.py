@@ -35,7 +35,6 @@ from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.checkpoint_runs import (
     PLANS,
     TOKENS,
-    batches_of,
     contents,
     flip,
     make_plan,
@@ -43,26 +42,9 @@ from tests.support.checkpoint_runs import (
     replicated,
     same,
     sharded,
-    small_llama,
-    state_of,
 )
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def graph() -> OperatorGraph:
-    return small_llama()
-
-
-@pytest.fixture(scope="module")
-def state(graph: OperatorGraph) -> dict[str, Tensor]:
-    return state_of(graph)
-
-
-@pytest.fixture(scope="module")
-def data(graph: OperatorGraph) -> list[dict[str, Tensor]]:
-    return batches_of(graph)
 
 
 @pytest.fixture(scope="module")
