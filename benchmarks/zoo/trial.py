@@ -24,7 +24,7 @@ from stratagem.executor import execute, model_state
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.operators.kinds.generics import is_generic
-from stratagem.simulator.operators.kinds.operator_kinds import KINDS
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.step_programs import DRAWING
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -92,7 +92,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _flops(operator: Operator) -> float:
-    return KINDS[operator.kind].flops(operator, operator.sizes)
+    return kind_of(operator).flops(operator, operator.sizes)
 
 
 def _generic_share(graph: OperatorGraph) -> float:
@@ -102,7 +102,7 @@ def _generic_share(graph: OperatorGraph) -> float:
 
 def _ratio(graph: OperatorGraph, example: Example) -> float | None:
     """Operations of products against those that torch counts; None where it counts none."""
-    products = (each for each in graph.operators if KINDS[each.kind].product is not None)
+    products = (each for each in graph.operators if kind_of(each).product is not None)
     theirs = torch_flops(example)
     return round(sum(map(_flops, products)) / theirs, 3) if theirs else None
 

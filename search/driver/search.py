@@ -20,7 +20,7 @@ from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, digest
 from stratagem.searcher.processes.garbage_collection import seldom_collected
-from stratagem.searcher.processes.search_clock import SearchClock
+from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.situation import Situation, rank
@@ -325,12 +325,11 @@ def _search_graph(
         raise KeyboardInterrupt
     if best is None:
         raise ValueError(_no_plan(run, wishes))
-    given = best
-    if prefer == "simplest" and reason is not StopReason.INTERRUPTED:
-        given = _simplest(run, best)
+    given = _simplest(run, best) if prefer == "simplest" else best
+    named = _named(given, graph, seed)
     return SearchResult(
         graph=graph,
-        plan=(named := _named(given, graph, seed)).plan,
+        plan=named.plan,
         simulation=named,
         baselines=run.baselines,
         bound=bound if best.fits else None,
@@ -364,12 +363,19 @@ def _simplest(run: SearchCourse, fastest: Simulation) -> Simulation:
     if not fastest.fits:
         return fastest
     situation = run.space.situation
+
+    def simulate(plan: Plan) -> Simulation | None:
+        try:
+            return situation.simulate(plan)
+        except (OutOfTimeError, KeyboardInterrupt):
+            return None
+
     known = [e.simulation for e in run.space.entries if e.simulation is not None]
     return simplest(
         fastest,
         [*known, *run.baselines.values()],
         situation.graph,
-        lambda plan: situation.simulate(plan, always=True),
+        simulate,
         run.incumbent.admits,
         affordable(MOST_SIMPLER, SIMPLER_OPERATORS, run.space.num_operators),
     )

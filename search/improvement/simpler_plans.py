@@ -79,7 +79,7 @@ def simplest(
     fastest: Simulation,
     known: Iterable[Simulation],
     graph: OperatorGraph,
-    simulate: Callable[[Plan], Simulation],
+    simulate: Callable[[Plan], Simulation | None],
     admits: Callable[[Simulation], bool],
     most: int,
 ) -> Simulation:
@@ -93,7 +93,7 @@ def simplest(
         fastest: the best plan of a search.
         known: others that it simulated.
         graph: the model at its whole batch.
-        simulate: what says how long a plan takes.
+        simulate: what says how long a plan takes; nothing once there is no time to say it.
         admits: whether constraints allow a plan, and it fits.
         most: plans to simulate.
     """
@@ -110,6 +110,9 @@ def simplest(
                 break
             left -= 1
             simulation = simulate(plan)
+            if simulation is None:
+                left = 0
+                break
             if simulation.step_time <= limit and admits(simulation):
                 found.append(simulation)
         return found

@@ -248,6 +248,12 @@ class TestHints:
         assert shown.exit_code == 2
         assert "pip install 'stratagem[zoo]'" in shown.stderr
 
+    def test_an_error_that_is_its_own_cause_ends_the_search_for_a_hint(self):
+        """A command that could not capture a model hung."""
+        error = ValueError("no rule")
+        error.__cause__ = error
+        assert extras.install_hint(error) == ""
+
     def test_extras_are_those_of_the_project(self):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for module, extra in extras.EXTRAS.items():

@@ -12,7 +12,6 @@ from benchmarks.gpu.setting import Case, Figures, Setting
 from benchmarks.gpu.worlds import kernels, seconds_of
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.optimizers import EPSILON
 from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
@@ -47,13 +46,18 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def _ours(optimizer: str) -> FusedSGD:
-    training = Training(optimizer=optimizer, learning_rate=RATE, weight_decay=DECAY)
-    return FusedAdam(training, EPSILON) if optimizer == "adam" else FusedSGD(training)
+    training = _training(optimizer)
+    return FusedAdam(training) if optimizer == "adam" else FusedSGD(training)
+
+
+def _training(optimizer: str) -> Training:
+    return Training(optimizer=optimizer, learning_rate=RATE, weight_decay=DECAY)
 
 
 def _theirs(optimizer: str, parameter: Tensor) -> torch.optim.Optimizer:
     if optimizer == "adam":
-        return torch.optim.AdamW([parameter], lr=RATE, weight_decay=DECAY, eps=EPSILON, fused=True)
+        eps = _training(optimizer).epsilon
+        return torch.optim.AdamW([parameter], lr=RATE, weight_decay=DECAY, eps=eps, fused=True)
     return torch.optim.SGD([parameter], lr=RATE, weight_decay=DECAY, fused=True)
 
 

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -176,7 +176,7 @@ class Walker:
                 try:
                     values[node] = self._value(node, norms.get(node), values)
                 except Exception as error:
-                    raise self._at(node, error) from error
+                    self._say_where(node, error)
         raise AssertionError("an exported graph ends in its output")
 
     def _value(self, node: Node, norm: RmsNorm | None, values: dict[Node, Any]) -> Any:
@@ -184,12 +184,12 @@ class Walker:
             return self._rms_norm(node, norm, values)
         return self._call(node, values)
 
-    def _at(self, node: Node, error: Exception) -> ValueError:
-        """An error with the line that it is about, once."""
+    def _say_where(self, node: Node, error: Exception) -> NoReturn:
+        """Raise an error with the line that it is about, once."""
         if isinstance(error, ValueError) and str(error).startswith("capture"):
-            return error
+            raise error
         said = str(error) if isinstance(error, ValueError) else unexpected(error)
-        return ValueError(f"{self._describe(node)}: {said}")
+        raise ValueError(f"{self._describe(node)}: {said}") from error
 
     def _built(self, loss: DraftTensor) -> OperatorGraph:
         """The graph; what is wrong with one of its operators is said with the operator's line."""
@@ -200,7 +200,7 @@ class Walker:
             number = next((each for each in numbers if each is not None), None)
             if number is not None and self._nodes:
                 node = [each for begun, each in self._nodes if begun <= number][-1]
-                raise self._at(node, error) from error
+                self._say_where(node, error)
             if isinstance(error, ValueError):
                 raise
             raise ValueError(

@@ -24,7 +24,9 @@ def install_command(module: str) -> str:
 
 def install_hint(error: BaseException | None) -> str:
     """The command that brings what an error, or one behind it, says is not installed, if known."""
-    while error is not None:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         if isinstance(error, ImportError) and error.name:
             module = error.name.partition(".")[0]
             if module in EXTRAS:

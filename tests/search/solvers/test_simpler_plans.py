@@ -131,6 +131,19 @@ def test_what_is_not_admitted_or_too_slow_is_not_taken() -> None:
     assert simplest(fastest, [known], graph, lambda _: slow, lambda _: True, 64) is known
 
 
+def test_nothing_is_simulated_once_there_is_no_time() -> None:
+    """A search of two seconds went on to simulate 64 simpler plans."""
+    graph, asked = small(), 0
+    fastest = simulated(mixed(graph, (1, 3, 1, 3)), graph)
+
+    def late(plan: Plan) -> None:
+        nonlocal asked
+        asked += 1
+
+    assert simplest(fastest, [], graph, late, lambda s: s.fits, 64) is fastest
+    assert asked == 1
+
+
 @pytest.mark.slow
 def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
     graph = small()

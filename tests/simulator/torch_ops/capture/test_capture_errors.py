@@ -49,6 +49,23 @@ def test_a_handler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         capture(Model(), (torch.ones(4, 5),), fallback=False)
 
 
+def test_no_error_is_its_own_cause() -> None:
+    """Whoever followed the causes of one went round for ever."""
+
+    class Drawing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.poisson(self.inner(x).exp()).mean()
+
+    with pytest.raises(ValueError, match="draws random numbers") as raised:
+        capture(Drawing(), (torch.ones(4, 5),))
+    error: BaseException | None = raised.value
+    seen: list[BaseException] = []
+    while error is not None:
+        assert error not in seen
+        seen.append(error)
+        error = error.__cause__
+
+
 def test_an_operator_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the builder finds in the end is said with the line of the operator, too."""
     original = base_builder.finish_operators
