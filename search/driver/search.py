@@ -30,7 +30,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions import Rewritten, Substituted
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Prediction
 from stratagem.simulator.simulation.simulation import Simulation
@@ -142,7 +142,7 @@ def search(
     wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
     wishes.check_axes(_axes(start))
     wishes.check_degrees(graph, cluster.num_devices)
-    situation = Situation(graph, cluster, base, costs or default_costs())
+    situation = Situation(graph, cluster, base, costs_or_default(costs))
     others, left_out = _rewritten(situation, wishes, num_rewritten)
     graphs = [Rewritten(graph), *others]
     parts: list[SearchResult] = []

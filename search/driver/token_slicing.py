@@ -21,7 +21,7 @@ from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import num_positions, token_dims
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, SEND, SEND_BACK
@@ -56,7 +56,7 @@ def slice_tokens(
         ValueError: the model cannot be sliced (see `token_slices`), `unit` does not divide its
             positions, or stages share devices.
     """
-    costs = costs or default_costs()
+    costs = costs_or_default(costs)
     graph = plan.rewrite(graph).graph
     total = num_positions(graph, token_dims(graph))
     unit = _default_unit(total) if unit is None else unit

@@ -24,7 +24,7 @@ from stratagem.simulator.engine.task_graph import TaskGraph
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.plan.plan import CUSTOM, Plan
 from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.sharding.choice import Choice
@@ -86,7 +86,7 @@ class WhatIf:
         plan.check(graph)
         _check_supported(plan)
         self._plan, self._graph = plan, graph
-        self._problem = _problem(plan, graph, costs or default_costs(), options or Options())
+        self._problem = _problem(plan, graph, costs_or_default(costs), options or Options())
         chosen = {name: c for stage in plan.stages for name, c in stage.choices.items()}
         self._choice = self._problem.encode(chosen)
         self._touched = {

@@ -19,7 +19,7 @@ from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.drawing.plan_picture import plan_picture
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 
 QUICK = Budget(evaluations=300, seconds=15.0)
 """Of the search on one node more."""
@@ -62,7 +62,7 @@ def report(
     """
     changes = hardware_changes(
         result,
-        costs or default_costs(),
+        costs_or_default(costs),
         budget=budget,
         options=options,
         constraints=constraints,

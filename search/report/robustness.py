@@ -13,7 +13,7 @@ from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 
 FOUND = "found plan"
 
@@ -124,7 +124,7 @@ def robustness(
         raise ValueError("the plan found does not fit the memory, so there is no choice to judge")
     others = {"fastest plan": result.fastest} if result.fastest is not None else {}
     known = {n: each.plan for n, each in {**others, **result.baselines}.items() if each.fits}
-    slopes = StepSlopes(result.graph, costs or default_costs())
+    slopes = StepSlopes(result.graph, costs_or_default(costs))
     priced = [slopes.of(plan) for plan in (result.plan, *known.values())]
     nominal = np.array([step for step, _ in priced])
     by_group = np.stack([slope for _, slope in priced])

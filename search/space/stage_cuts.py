@@ -13,7 +13,7 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import shape_of
@@ -66,7 +66,7 @@ class StageCutter:
         self._layers = [i for i, operator in operators if not operator.is_source]
         count = len(self._layers)
         trained = training or Training()
-        priced = costs or default_costs()
+        priced = costs_or_default(costs)
         seconds = _operator_seconds(graph, self._layers, cluster, priced, trained)
         sends = _cut_seconds(graph, self._layers, cluster, trained)
         self._until = np.concatenate([[0.0], np.cumsum(seconds)])

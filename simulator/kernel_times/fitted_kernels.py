@@ -104,6 +104,27 @@ def default_costs() -> CostModel:
     return KernelModelCosts()
 
 
+def costs_or_default(costs: CostModel | None) -> CostModel:
+    """The costs that a user gave, or the cost model where none is given.
+
+    Example:
+        >>> costs_or_default(None)
+        KernelModelCosts()
+
+    Raises:
+        TypeError: what was given prices no operators, such as the cluster that a plan has anyway.
+    """
+    if costs is None:
+        return default_costs()
+    lacks = [name for name in ("operator_cost", "update_cost") if not hasattr(costs, name)]
+    if lacks:
+        raise TypeError(
+            f"costs is a {type(costs).__name__}, which has no {' and no '.join(lacks)}; give "
+            "KernelModelCosts, MeasuredCosts or RooflineCosts, or leave it out"
+        )
+    return costs
+
+
 def memory_seconds(
     moved: Moved, share: float, device: DeviceType, memory: MemoryConstants
 ) -> float:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,16 @@ def test_simulate_refuses_another_models_plan(graph: OperatorGraph) -> None:
     result = sg.search(graph, cluster, budget=sg.Budget(evaluations=0), progress=False)
     with pytest.raises(ValueError, match="search again"):
         sg.simulate(result.plan, mlp([64, 128, 64], batch=32))
+
+
+def test_what_prices_no_operators_is_refused_as_costs(graph: OperatorGraph) -> None:
+    """A cluster in their place was an `AttributeError` deep inside."""
+    cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    plan = sg.TrainingSetup().plan(graph, cluster)
+    wrong: Any = cluster
+    for verb in (sg.simulate, sg.compare_schedules):
+        with pytest.raises(TypeError, match="costs is a Cluster, which has no operator_cost"):
+            verb(plan, graph, wrong)
 
 
 def test_profile_refuses_devices_that_are_not_here(

@@ -24,7 +24,7 @@ from stratagem.exports.torchtitan import torchtitan
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
@@ -77,7 +77,7 @@ def export(
     """
     if target not in FORMATS:
         raise unknown("export", target, FORMATS)
-    prices, memory = costs or default_costs(), RowMemory()
+    prices, memory = costs_or_default(costs), RowMemory()
     simulated = simulate_plan(plan, graph, prices, memory=memory)
     sayable = replace(plan, training=plan.training.multiplying_as_stored())
     draft = FORMATS[target](sayable, graph)

@@ -25,7 +25,7 @@ from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import CostModel
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation import schedule_comparison
@@ -214,7 +214,7 @@ def simulate(plan: Plan, graph: OperatorGraph, costs: CostModel | None = None) -
     Raises:
         ValueError: when the plan is not for this graph.
     """
-    return simulate_plan(plan, graph, costs or default_costs())
+    return simulate_plan(plan, graph, costs_or_default(costs))
 
 
 def compare_schedules(
@@ -236,7 +236,7 @@ def compare_schedules(
         ValueError: when the plan is no such pipeline, or not for this graph.
     """
     return schedule_comparison.compare_schedules(
-        plan, graph, costs or default_costs(), token_slices=token_slices
+        plan, graph, costs_or_default(costs), token_slices=token_slices
     )
 
 
