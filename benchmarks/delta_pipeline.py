@@ -167,7 +167,7 @@ def _moves(
     counts: Ints,
 ) -> tuple[Ints, Proposals]:
     rng = np.random.default_rng(0)
-    crossing = {i for edge, _ in model.boundaries for i in (edge.producer, edge.consumer)}
+    crossing = {i for edge, _ in model.priced.boundaries for i in (edge.producer, edge.consumer)}
     movable = [i for i in range(counts.size) if counts[i] > 1 and i not in crossing]
     stages: list[int] = []
     changes: list[tuple[Ints, Ints, Ints]] = []

@@ -23,37 +23,26 @@ from stratagem.simulator.hardware.resources import (
     RIVALS,
     SET_OFFSETS,
     SET_RESOURCES,
-    slowdown_of,
 )
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator import Edge
-from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_rows import PricedTime
-from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
-from stratagem.simulator.pricing.stage_boundaries import (
-    BoundaryRow,
-    blocks_compute,
-    crossing_edges,
-    crossing_ties,
-    networked,
-    price_boundary,
-    price_tie,
-    stage_pairs,
-    syncs_compute,
+from stratagem.simulator.pipeline.crossings import Crossing
+from stratagem.simulator.pipeline.pipeline import Pipeline
+from stratagem.simulator.pipeline.priced_pipeline import (
+    PricedPipeline,
+    Prices,
+    price_pipeline,
 )
-from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import CostTable, RowMemory
 from stratagem.simulator.schedules.macro_graph import (
     MacroGraph,
     check_priced,
-    macro_graph,
-    transfer_kinds,
 )
 from stratagem.simulator.schedules.named_schedules import schedule_by_name
-from stratagem.simulator.schedules.work_kinds import NUM_KINDS, TIE
+from stratagem.simulator.schedules.work_kinds import NUM_KINDS
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import passes_of
-from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.shared_conversions import OPEN, Sharing, joined_sharing
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 
@@ -68,31 +57,59 @@ class NoChoiceError(ValueError):
 class Problem:
     """Which choice to make for every operator of a skeleton.
 
-    `choices[i]` are the choices of operator i. The other fields are what the kernels take.
+    `priced` has all prices, by the choices of each operator. The other fields are what the kernels
+    take of them.
     """
 
-    graph: OperatorGraph
+    priced: PricedPipeline
     skeleton: Skeleton
-    cluster: Cluster
-    training: Training
-    choices: tuple[tuple[Choice, ...], ...]
     stage_of: Ints
-    tables: tuple[CostTable, ...]
     capacities: Ints
     blocks: tuple[Ints, ...]
-    bucket_bytes: int
-    inputs_first: bool
     tensors: tuple[Ints, ...]
     tensor_sharing: Sharing
     ranks: tuple[Ints, ...]
     crossings: Ints
     arrivals: Ints
     macro: tuple[Ints, ...]
-    macro_graph: MacroGraph
     plays: Ints
-    stage_blocks: tuple[StageBlocks, ...]
     macro_work: Ints
     table: Ints
+
+    @property
+    def graph(self) -> OperatorGraph:
+        """What passes through the stages: a microbatch."""
+        return self.priced.graph
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the stages are on."""
+        return self.priced.pipeline.cluster
+
+    @property
+    def training(self) -> Training:
+        """Precision and optimizer."""
+        return self.priced.pipeline.training
+
+    @property
+    def choices(self) -> tuple[tuple[Choice, ...], ...]:
+        """Those of every operator."""
+        return self.priced.choices
+
+    @property
+    def tables(self) -> tuple[CostTable, ...]:
+        """By stage its prices."""
+        return self.priced.tables
+
+    @property
+    def stage_blocks(self) -> tuple[StageBlocks, ...]:
+        """By stage its blocks."""
+        return self.priced.blocks
+
+    @property
+    def macro_graph(self) -> MacroGraph:
+        """The pipeline of blocks."""
+        return self.priced.macro
 
     @cached_property
     def _derived(self) -> dict[Callable[[Problem], Any], Any]:
@@ -139,8 +156,8 @@ class Problem:
             stages=self.skeleton.staged(chosen),
             num_microbatches=self.skeleton.num_microbatches,
             schedule=self.skeleton.schedule,
-            bucket_bytes=self.bucket_bytes,
-            inputs_first=self.inputs_first,
+            bucket_bytes=self.priced.pipeline.bucket_bytes,
+            inputs_first=self.priced.pipeline.inputs_first,
             seed=seed,
         )
 
@@ -179,74 +196,46 @@ def make_problem(
             f"schedule {schedule.name!r} updates weights amid a step, which a search does not "
             "choose for: simulate the plan as it is, or search with 1f1b"
         )
-    crossed, meshes = crossing_edges(stage_of, small), skeleton.meshes
-    pairs = stage_pairs(crossed, stage_of, small)
-    stalled = networked(pairs, meshes, cluster)
-    builders = [
-        TableBuilder(small, mesh, cluster, training, costs, memory, stalls=s in stalled)
-        for s, mesh in enumerate(meshes)
-    ]
     zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
     choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
     if constraints is not None:
         choices = _allowed(choices, small, skeleton, stage_of, constraints, cluster)
-    tables: list[CostTable] = []
-    for names, builder in zip(skeleton.stages, builders, strict=True):
-        inside = sorted(small.index[name] for name in names)
-        tables.append(builder.build(inside, {i: choices[i] for i in inside}))
-    shapes = StageShapes(
-        split=schedule.splits_backward,
-        bucket_bytes=options.bucket_bytes,
-        inputs_first=options.inputs_first,
-        slowdown=slowdown_of(cluster),
-        apart=schedule.parts_updates,
-        accumulates=schedule.accumulates,
-    )
-    blocks = [shapes.blocks(table) for table in tables]
-    edges = [(edge, _price(edge, small, stage_of, builders, choices, cluster)) for edge in crossed]
-    ties = crossing_ties(stage_of, small)
-    crossing = [
-        _Crossing(
-            kind, item, edge.producer, edge.consumer, timed, (*tensor, stages[1]), row.targets
-        )
-        for edge, row in edges
-        for stages in [_stages(stage_of, small, edge.producer, edge.consumer)]
-        for item, tensor in [(pairs.index(stages), (edge.producer, edge.output))]
-        for kind, timed in zip(
-            transfer_kinds(schedule, stages), (row.forward, row.backward), strict=True
-        )
-    ]
-    for item, (i, j, parameter) in enumerate(ties):
-        ours, theirs = _stages(stage_of, small, i, j)
-        home, user = (builders[ours], i, choices[i]), (builders[theirs], j, choices[j])
-        price = price_tie(home, user, parameter, cluster)
-        crossing.append(_Crossing(TIE, item, i, j, price, (parameter, j), ()))
-    crossing.sort(key=lambda c: (c.kind == TIE, repr(c.group)))
-    flat_blocks, crossings, arrivals = _flat_blocks(blocks, crossing)
-    macro = macro_graph(
+    pipeline = Pipeline(
+        skeleton.stages,
+        skeleton.meshes,
         schedule,
-        pairs,
-        tuple(_stages(stage_of, small, i, j) for i, j, _ in ties),
-        tuple(blocks_compute(meshes[a], meshes[b], cluster) for a, b in pairs),
-        blocking_syncs=tuple(syncs_compute(mesh, cluster) for mesh in meshes),
-        reducing=tuple(stage.sums_each for stage in blocks),
+        cluster,
+        training,
+        options.bucket_bytes,
+        options.inputs_first,
     )
+    priced = price_pipeline(pipeline, small, choices, Prices(costs, memory or RowMemory()))
+    headroom = 0.0 if constraints is None else constraints.constraints.headroom
+    return problem_of(priced, skeleton, headroom)
+
+
+def problem_of(priced: PricedPipeline, skeleton: Skeleton, headroom: float = 0.0) -> Problem:
+    """The arrays of a pipeline with a list of choices an operator.
+
+    Args:
+        priced: the pipeline.
+        skeleton: that it is of.
+        headroom: the share of each device's memory that must stay free.
+    """
+    pipeline, small = priced.pipeline, priced.graph
+    blocks, macro = priced.blocks, priced.macro
+    flat_blocks, crossings, arrivals = _flat_blocks(blocks, priced.crossings)
     graph_arrays = macro.graph.arrays()
-    capacities, ranks = _flat_situations(schedule, skeleton, cluster)
-    tensors, tensor_sharing = _flat_tensors(tables, edges, stage_of, small, shapes)
-    if constraints is not None:
-        capacities = (capacities * (1.0 - constraints.constraints.headroom)).astype(np.int64)
+    capacities, ranks = _flat_situations(pipeline)
+    tensors, tensor_sharing = _flat_tensors(priced)
+    if headroom:
+        capacities = (capacities * (1.0 - headroom)).astype(np.int64)
+    stage_of = [pipeline.stage_of[op.name] for op in small.operators]
     return Problem(
-        graph=small,
+        priced=priced,
         skeleton=skeleton,
-        cluster=cluster,
-        training=training,
-        choices=choices,
-        stage_of=np.array([stage_of[op.name] for op in small.operators], dtype=np.int64),
-        tables=tuple(tables),
+        stage_of=np.array(stage_of, dtype=np.int64),
         capacities=capacities,
-        bucket_bytes=options.bucket_bytes,
-        inputs_first=options.inputs_first,
         blocks=flat_blocks,
         tensors=tensors,
         tensor_sharing=tensor_sharing,
@@ -261,29 +250,10 @@ def make_problem(
             macro.kind,
             macro.item,
         ),
-        macro_graph=macro,
         plays=_plays(blocks, np.concatenate([macro.kind, macro.less])),
-        stage_blocks=tuple(blocks),
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Crossing:
-    """Something that crosses between stages: a row of the macro graph's duration table.
-
-    Of the crossings of one `group` (a tensor on its way to a stage) those with equal targets are
-    one; `targets` is per choice of `second`, empty where nothing is shared.
-    """
-
-    kind: int
-    item: int
-    first: int
-    second: int
-    timed: PricedTime
-    group: tuple[object, ...]
-    targets: tuple[Placements, ...]
 
 
 def _all_choices(
@@ -345,28 +315,9 @@ def _distinct(choices: Sequence[tuple[Choice, ...]]) -> Iterable[tuple[Choice, .
     return {id(listed): listed for listed in choices}.values()
 
 
-def _stages(stage_of: Mapping[str, int], graph: OperatorGraph, i: int, j: int) -> tuple[int, int]:
-    return stage_of[graph.operators[i].name], stage_of[graph.operators[j].name]
-
-
-def _price(
-    edge: Edge,
-    graph: OperatorGraph,
-    stage_of: Mapping[str, int],
-    builders: Sequence[TableBuilder],
-    choices: Sequence[Sequence[Choice]],
-    cluster: Cluster,
-) -> BoundaryRow:
-    ends = (edge.producer, edge.consumer)
-    source, target = (builders[stage_of[graph.operators[i].name]] for i in ends)
-    return price_boundary(
-        edge, source, target, choices[edge.producer], choices[edge.consumer], cluster
-    )
-
-
 def _flat_blocks(
     blocks: Sequence[StageBlocks],
-    crossing: Sequence[_Crossing],
+    crossing: Sequence[Crossing],
 ) -> tuple[tuple[Ints, ...], Ints, Ints]:
     """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
     shifted: list[tuple[Ints, Ints]] = []
@@ -448,33 +399,21 @@ def _plays(blocks: Sequence[StageBlocks], kinds: Ints) -> Ints:
     return np.array(plays, dtype=np.int64)
 
 
-def _flat_tensors(
-    tables: Sequence[CostTable],
-    crossing: Sequence[tuple[Edge, BoundaryRow]],
-    stage_of: Mapping[str, int],
-    graph: OperatorGraph,
-    shapes: StageShapes,
-) -> tuple[tuple[Ints, ...], Sharing]:
+def _flat_tensors(priced: PricedPipeline) -> tuple[tuple[Ints, ...], Sharing]:
     """The tensors of all stages as the kernels take them, and their gates."""
     columns: list[tuple[Ints, ...]] = []
     pool: list[Ints] = []
     gates: list[Ints] = []
     shared: list[Sharing] = []
     size = 0
-    for s, table in enumerate(tables):
-        arriving = {
-            edge: boundary.received_bytes
-            for edge, boundary in crossing
-            if stage_of[graph.operators[edge.consumer].name] == s
-        }
-        lifetimes = shapes.lifetimes(table, arriving)
+    for lifetimes in priced.lifetimes:
         base, *others, gate = lifetimes.columns()
         columns.append((base + size, *others))
         gates.append(gate)
         shared.append(lifetimes.sharing)
         pool.append(lifetimes.pool)
         size += lifetimes.pool.size
-    sizes = [len(table.operators) for table in tables]
+    sizes = [len(table.operators) for table in priced.tables]
     sharing, begins = joined_sharing(shared)
     gates = [np.where(g < 0, OPEN, g + at) for g, at in zip(gates, begins, strict=True)]
     arrays = (
@@ -489,10 +428,9 @@ def _flat_tensors(
     return arrays, sharing
 
 
-def _flat_situations(
-    schedule: Schedule, skeleton: Skeleton, cluster: Cluster
-) -> tuple[Ints, tuple[Ints, ...]]:
+def _flat_situations(pipeline: Pipeline) -> tuple[Ints, tuple[Ints, ...]]:
     """Per rank the bytes of its device; and which stages it has and its situations, flat."""
+    schedule, cluster = pipeline.schedule, pipeline.cluster
     split = schedule.splits_backward
     ranks = [
         [(s, which) for s in found for which in passes_of(s.kind, split=split)]
@@ -503,7 +441,7 @@ def _flat_situations(
     for rank, found in enumerate(ranks):
         stages[rank, [situation.stage for situation, _ in found]] = 1
     # The stages of a rank share its devices.
-    meshes = [skeleton.meshes[found[0][0].stage] for found in ranks]
+    meshes = [pipeline.meshes[found[0][0].stage] for found in ranks]
     capacities = np.array([mesh.memory_bytes(cluster) for mesh in meshes], dtype=np.int64)
     held = [each for situation, _ in flat for each in situation.held]
     return capacities, (

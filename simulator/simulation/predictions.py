@@ -263,7 +263,7 @@ def _bytes_of_part(model: PlanModel) -> dict[str, int]:
         sizes |= stage_bytes(stage.builder, stage.table)
     between: Counter[str] = Counter()
     for edge, row in model.sent:
-        source, target = model.stages_of(edge)
+        source, target = model.priced.stages_of(edge)
         choice = model.plan.choice(model.graph.operators[edge.producer].name)
         received = int(row.received_bytes[0, 0])
         there, back = crossing_bytes(edge, model.stages[source].builder, choice, received)

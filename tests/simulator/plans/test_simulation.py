@@ -288,7 +288,7 @@ def test_between_stages_of_one_mesh_a_tensor_is_resharded() -> None:
         model = plan_model(plan, graph, COSTS)
         durations = macro_durations(model)
         assert not durations[[SEND, SEND_BACK]].any()
-        (_, row), *_ = model.boundaries
+        (_, row), *_ = model.priced.boundaries
         return int(durations[RESHARD].sum()), int(row.received_bytes[0, 0])
 
     assert boundary(spread) == (0, 0)
