@@ -2,5 +2,5 @@
 
 In:      a plan and its graph.
 Out:     times, memory, a timeline, words.
-Imports: plan, stage and below.
+Imports: pipeline and below.
 """
