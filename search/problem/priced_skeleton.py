@@ -39,7 +39,6 @@ from stratagem.simulator.schedules.macro_graph import (
     MacroGraph,
     check_priced,
 )
-from stratagem.simulator.schedules.named_schedules import schedule_by_name
 from stratagem.simulator.schedules.work_kinds import NUM_KINDS
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import passes_of
@@ -183,13 +182,8 @@ def make_problem(
         NoChoiceError: an operator has no choice that the constraints allow.
     """
     small = graph.microbatch(skeleton.num_microbatches)
-    stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
-    schedule = schedule_by_name(
-        skeleton.schedule,
-        len(skeleton.stages),
-        skeleton.num_microbatches,
-        num_ranks=skeleton.num_ranks,
-    )
+    pipeline = skeleton.pipeline(cluster, training, options)
+    schedule = pipeline.schedule
     check_priced(schedule)
     if schedule.update_every is not None:
         raise ValueError(
@@ -197,18 +191,9 @@ def make_problem(
             "choose for: simulate the plan as it is, or search with 1f1b"
         )
     zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
-    choices = _all_choices(small, skeleton, stage_of, zero_stages, options, include or {})
+    choices = _all_choices(small, skeleton, pipeline.stage_of, zero_stages, options, include or {})
     if constraints is not None:
-        choices = _allowed(choices, small, skeleton, stage_of, constraints, cluster)
-    pipeline = Pipeline(
-        skeleton.stages,
-        skeleton.meshes,
-        schedule,
-        cluster,
-        training,
-        options.bucket_bytes,
-        options.inputs_first,
-    )
+        choices = _allowed(choices, small, skeleton, pipeline.stage_of, constraints, cluster)
     priced = price_pipeline(pipeline, small, choices, Prices(costs, memory or RowMemory()))
     headroom = 0.0 if constraints is None else constraints.constraints.headroom
     return problem_of(priced, skeleton, headroom)

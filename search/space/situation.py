@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stratagem.searcher.processes.search_clock import SearchClock
@@ -11,6 +11,11 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pipeline.priced_pipeline import (
+    PricedPipeline,
+    Prices,
+    price_pipeline,
+)
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import RowMemory
 from stratagem.simulator.sharding.choice import Choice
@@ -36,6 +41,21 @@ class Situation:
 
     def __post_init__(self) -> None:
         self.memory.watch = self.clock.check
+
+    def priced(
+        self,
+        skeleton: Skeleton,
+        choices: Mapping[str, Sequence[Choice]],
+        options: Options = Options(),  # noqa: B008 (frozen)
+    ) -> PricedPipeline:
+        """A skeleton with the prices of all choices that operators may have, by name."""
+        graph = self.graph.microbatch(skeleton.num_microbatches)
+        return price_pipeline(
+            skeleton.pipeline(self.cluster, self.training, options),
+            graph,
+            [choices[name] for name in graph.names],
+            Prices(self.costs, self.memory),
+        )
 
     def plan(
         self,

@@ -42,7 +42,10 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.pipeline.pipeline import Pipeline
 from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.schedules.named_schedules import schedule_by_name
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
 from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
@@ -169,6 +172,28 @@ class Skeleton:
         for stage, mesh in enumerate(self.meshes):
             found.setdefault(frozenset(mesh.devices), []).append(stage)
         return tuple(tuple(stages) for stages in found.values())
+
+    def make_schedule(self) -> Schedule:
+        """The schedule's actions for these stages, ranks and microbatches.
+
+        Raises:
+            ValueError: there is none of that name, or it cannot run them.
+        """
+        return schedule_by_name(
+            self.schedule, len(self.stages), self.num_microbatches, num_ranks=self.num_ranks
+        )
+
+    def pipeline(self, cluster: Cluster, training: Training, options: Options) -> Pipeline:
+        """What of a step is decided before choices are."""
+        return Pipeline(
+            self.stages,
+            self.meshes,
+            self.make_schedule(),
+            cluster,
+            training,
+            options.bucket_bytes,
+            options.inputs_first,
+        )
 
     def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:
         """The stages of a plan that makes some choices, by operator."""

@@ -51,7 +51,7 @@ from stratagem.simulator.schedules.weight_versions import stashing_actions, vers
 from stratagem.simulator.schedules.work_kinds import NUM_KINDS, SEND, TIE
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.stage.cell_layouts import Cells
-from stratagem.simulator.stage.device_cells import CellBlock, cell_block, pinned_axes
+from stratagem.simulator.stage.device_cells import cell_block, pinned_axes
 from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes
@@ -161,13 +161,6 @@ class PricedPipeline:
         carried = {each.edge for each in carried_out(self.crossings, choice)}
         return tuple((edge, row) for edge, row in self.boundaries if edge in carried)
 
-    def block_graph(self, stage: int, kind: int, choice: Ints) -> CellBlock:
-        """The block of a stage that a kind of macro task is, on the cells that pins need."""
-        table, blocks = self.tables[stage], self.blocks[stage]
-        cells = Cells(table.mesh.shape, pinned_axes(table, choice))
-        block, last = blocks.of_kind(kind)
-        return cell_block(self.builders[stage], table, blocks, block, choice, cells, last=last)
-
     @cached_property
     def played(self) -> tuple[int, ...]:
         """The kinds of blocks that the macro graph plays."""
@@ -177,11 +170,13 @@ class PricedPipeline:
     def durations(self, choice: Ints) -> Ints:
         """The macro graph's table of durations under a choice per operator, ns."""
         found = np.zeros((NUM_KINDS, self.macro.num_items), dtype=np.int64)
-        for stage, blocks in enumerate(self.blocks):
+        for stage, (table, blocks) in enumerate(zip(self.tables, self.blocks, strict=True)):
+            cells = Cells(table.mesh.shape, pinned_axes(table, choice))
             for kind in blocks.kinds:
                 if kind in self.played:
-                    graph = self.block_graph(stage, kind, choice).graph
-                    found[kind, stage] = simulate(graph).makespan
+                    builder, (block, last) = self.builders[stage], blocks.of_kind(kind)
+                    on_cells = cell_block(builder, table, blocks, block, choice, cells, last=last)
+                    found[kind, stage] = simulate(on_cells.graph).makespan
         self.fill_crossings(found, choice)
         return found
 

@@ -17,6 +17,7 @@ from stratagem.simulator.pipeline.pipeline import Pipeline, pipeline_of
 from stratagem.simulator.pipeline.priced_pipeline import (
     PricedPipeline,
     Prices,
+    listed_choices,
     price_pipeline,
     shapes_of,
 )
@@ -223,8 +224,8 @@ def _part(
     plan: Plan, pipeline: Pipeline, small: OperatorGraph, prices: Prices, shapes: StageShapes
 ) -> PlanModel:
     """A plan for the graph of a microbatch, or of a slice of its tokens, under a schedule."""
-    choices = [(plan.choice(name),) for name in small.names]
-    priced = price_pipeline(pipeline, small, choices, prices, shapes)
+    choices = {name: plan.choice(name) for name in small.names}
+    priced = price_pipeline(pipeline, small, listed_choices(small, choices), prices, shapes)
     stages = tuple(_stage(priced, s) for s in range(len(plan.stages)))
     return PlanModel(priced, plan, stages, priced.macro)
 

@@ -13,20 +13,14 @@ import numpy as np
 
 from stratagem.searcher.methods.literature.one_stage_prices import one_stage_plan
 from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.simulator.base.arrays import Floats, Ints
-from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.hardware.resources import slowdown_of
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.schedules.work_kinds import FORWARD, LAST_BACKWARD
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import StageTensors
-from stratagem.simulator.stage.cell_layouts import Cells
-from stratagem.simulator.stage.device_cells import cell_block
-from stratagem.simulator.stage.equal_stages import StageShapes
 
 OVER_MEMORY = 10.0
 """How many times worse the reward of a placement is that some device cannot hold."""
@@ -234,16 +228,9 @@ class Placements:
         self._is_source = np.array([op.is_source for op in graph.operators])
         pins = tuple(Choice((Pin(k),)) for k in range(devices))
         self._choices = [(Choice((REPLICATE,)),) if s else pins for s in self._is_source]
-        self._builder = TableBuilder(
-            graph, self._mesh, cluster, situation.training, situation.costs, situation.memory
-        )
-        self._table = self._builder.build(
-            range(len(graph.operators)), dict(enumerate(self._choices))
-        )
-        shapes = StageShapes(slowdown=slowdown_of(cluster))
-        self._blocks = shapes.blocks(self._table)
-        self._lifetimes = shapes.lifetimes(self._table, {})
-        self._cells = Cells(self._mesh.shape, (0,) if devices > 1 else ())
+        skeleton = Skeleton((graph.names,), (self._mesh,), 1, "1f1b")
+        listed = dict(zip(graph.names, self._choices, strict=True))
+        self._priced = situation.priced(skeleton, listed)
         self._capacities = [
             DeviceMesh((MeshAxis("device", 1),), (k,)).memory_bytes(cluster)
             for k in range(devices)
@@ -263,8 +250,7 @@ class Placements:
         key = self._key(placement)
         if key not in self._known:
             number = np.where(self._is_source, 0, placement[self._group_of])
-            ns = sum(self._play(number, kind) for kind in (FORWARD, LAST_BACKWARD))
-            self._known[key] = ns * 1e-9, self._fits(number)
+            self._known[key] = self._priced.step_ns(number) * 1e-9, self._fits(number)
         return self._known[key]
 
     def plan(self, placement: Ints) -> Plan:
@@ -283,16 +269,9 @@ class Placements:
         numbers: dict[int, int] = {}
         return tuple(numbers.setdefault(k, len(numbers)) for k in placement.tolist())
 
-    def _play(self, number: Ints, kind: int) -> int:
-        block, last = self._blocks.of_kind(kind)
-        on_cells = cell_block(
-            self._builder, self._table, self._blocks, block, number, self._cells, last=last
-        )
-        return simulate(on_cells.graph).makespan
-
     def _fits(self, number: Ints) -> bool:
         """Whether what is pinned to each device fits it."""
-        life = self._lifetimes
+        (life,) = self._priced.lifetimes
         nbytes = life.bytes_under(number)
         for device, capacity in enumerate(self._capacities):
             here = np.where(number[life.owner] == device, nbytes, 0)

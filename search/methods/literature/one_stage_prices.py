@@ -15,20 +15,11 @@ import numpy as np
 
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.placement import smallest_shard
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.hardware.resources import slowdown_of
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.pricing.stage_boundaries import syncs_compute
-from stratagem.simulator.schedules.macro_graph import macro_graph
-from stratagem.simulator.schedules.named_schedules import schedule_by_name
-from stratagem.simulator.schedules.work_kinds import NUM_KINDS
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.device_memory import StageTensors
-from stratagem.simulator.stage.equal_stages import StageShapes
 
 _SCHEDULE = "1f1b"
 """Of plans of one stage."""
@@ -88,35 +79,12 @@ class StagePrices:
         choices: Mapping[str, Sequence[Choice]],
         num_microbatches: int = 1,
     ) -> None:
-        graph = situation.graph.microbatch(num_microbatches)
-        self._graph = graph
+        listed = {name: tuple(dict.fromkeys(several)) for name, several in choices.items()}
+        skeleton = _one_stage(situation, mesh, num_microbatches)
+        self._priced = situation.priced(skeleton, listed)
         self._number = [
-            {choice: k for k, choice in enumerate(dict.fromkeys(choices[name]))}
-            for name in graph.names
+            {choice: k for k, choice in enumerate(several)} for several in self._priced.choices
         ]
-        builder = TableBuilder(
-            graph,
-            mesh,
-            situation.cluster,
-            situation.training,
-            situation.costs,
-            situation.memory,
-        )
-        listed = {i: tuple(numbers) for i, numbers in enumerate(self._number)}
-        table = builder.build(range(len(graph.operators)), listed)
-        schedule = schedule_by_name(_SCHEDULE, 1, num_microbatches)
-        shapes = StageShapes(
-            slowdown=slowdown_of(situation.cluster), accumulates=schedule.accumulates
-        )
-        self._blocks = shapes.blocks(table)
-        self._macro = macro_graph(
-            schedule,
-            (),
-            blocking_syncs=(syncs_compute(mesh, situation.cluster),),
-            reducing=(self._blocks.sums_each,),
-        )
-        self._kinds = {*self._macro.kind.tolist(), *self._macro.less.tolist()} - {-1}
-        self._lifetimes = shapes.lifetimes(table, {})
         self._capacity = mesh.memory_bytes(situation.cluster)
 
     def of(self, choices: Mapping[str, Choice]) -> Price:
@@ -128,22 +96,14 @@ class StagePrices:
         number = np.array(
             [
                 numbers[choices[name]]
-                for name, numbers in zip(self._graph.names, self._number, strict=True)
+                for name, numbers in zip(self._priced.graph.names, self._number, strict=True)
             ],
             dtype=np.int64,
         )
-        durations = np.zeros((NUM_KINDS, 1), dtype=np.int64)
-        for kind in self._kinds:
-            durations[kind] = self._play(number, kind)
-        seconds = simulate(self._macro.with_durations(durations)).makespan
-        nbytes = self._lifetimes.bytes_under(number)
-        tensors = StageTensors(0, self._lifetimes, nbytes, self._graph.names)
+        (lifetimes,), names = self._priced.lifetimes, self._priced.graph.names
+        tensors = StageTensors(0, lifetimes, lifetimes.bytes_under(number), names)
         peak = tensors.state + max(tensors.peak(0), tensors.peak(1))
-        return Price(seconds * 1e-9, peak, self._capacity)
-
-    def _play(self, number: Ints, kind: int) -> int:
-        block, last = self._blocks.of_kind(kind)
-        return simulate(self._blocks.task_graph(block, number, last=last)).makespan
+        return Price(self._priced.step_ns(number) * 1e-9, peak, self._capacity)
 
 
 def one_stage_plan(
@@ -154,8 +114,12 @@ def one_stage_plan(
     num_microbatches: int = 1,
 ) -> Plan:
     """The plan that runs the whole model as one stage."""
-    skeleton = Skeleton((situation.graph.names,), (mesh,), num_microbatches, _SCHEDULE)
+    skeleton = _one_stage(situation, mesh, num_microbatches)
     return situation.plan(skeleton, choices, name=name)
+
+
+def _one_stage(situation: Situation, mesh: DeviceMesh, num_microbatches: int) -> Skeleton:
+    return Skeleton((situation.graph.names,), (mesh,), num_microbatches, _SCHEDULE)
 
 
 def grid_meshes(situation: Situation) -> list[DeviceMesh]:

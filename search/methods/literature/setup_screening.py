@@ -28,11 +28,17 @@ from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.pipeline.pipeline import Pipeline
+from stratagem.simulator.pipeline.priced_pipeline import (
+    PricedPipeline,
+    Prices,
+    listed_choices,
+    price_pipeline,
+)
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.schedules.named_schedules import one_f_one_b
 from stratagem.simulator.simulation.device_memory import StageTensors
 from stratagem.simulator.simulation.simulation import Simulation
-from stratagem.simulator.stage.equal_stages import StageShapes
 
 TOLD = 4
 """Microbatches a rank after which no schedule that does not run ahead holds more."""
@@ -226,10 +232,11 @@ class Rates:
         graph = self._short.graph.microbatch(s.graph.batch // (setup.microbatch * data))
         mesh = DeviceMesh(setup.axes(data), tuple(range(data * setup.tensor)))
         choices = with_recompute(graph, self._strategy(setup, graph, mesh.shape), setup.recompute)
-        builder = TableBuilder(graph, mesh, s.cluster, s.training, s.costs, s.memory)
-        table = builder.build(
-            range(len(graph.operators)), {i: (choices[n],) for i, n in enumerate(graph.names)}
-        )
+        # Only what a microbatch takes and leaves is asked, which no schedule changes.
+        stage = Pipeline((graph.names,), (mesh,), one_f_one_b(1, 1), s.cluster, s.training)
+        listed = listed_choices(graph, choices)
+        priced = price_pipeline(stage, graph, listed, Prices(s.costs, s.memory))
+        (table,) = priced.tables
         compute = np.array(
             [row.passes_ns[0] + row.recompute.ns[0] for row in map(table.row, table.operators)]
         )
@@ -244,7 +251,7 @@ class Rates:
         return _Layers(
             compute[full] * 1e-9,
             between[full] * 1e-9,
-            _held_bytes(table)[full],
+            _held_bytes(priced)[full],
             *(
                 np.array([float(getattr(table.row(i), which)[0]) for i in table.operators])[full]
                 for which in ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -285,11 +292,10 @@ def _capacity(situation: Situation) -> int:
     return max(mesh.memory_bytes(cluster) for mesh in alone.values())
 
 
-def _held_bytes(table: CostTable) -> Floats:
+def _held_bytes(priced: PricedPipeline) -> Floats:
     """Bytes that wait between forward and backward pass, by the operator that they belong to."""
-    lifetimes = StageShapes().lifetimes(table, {})
-    none = np.zeros(len(table.graph.operators), dtype=np.int64)
-    tensors = StageTensors(0, lifetimes, lifetimes.bytes_under(none), table.graph.names)
+    (lifetimes,), none = priced.lifetimes, priced.first
+    tensors = StageTensors(0, lifetimes, lifetimes.bytes_under(none), priced.graph.names)
     held = np.zeros(none.size)
     waits = tensors.crosses(1)
     np.add.at(held, lifetimes.owner[waits], tensors.nbytes[waits])
