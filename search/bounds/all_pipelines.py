@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
-from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_stage_sizes, axes_of
 from stratagem.simulator.graph.placement import Shard, local_sizes
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -82,7 +81,7 @@ class PipelineWork:
 
         Of its stages it knows their number alone.
         """
-        fills = traits_of(skeleton.schedule).fills
+        fills = skeleton.fills
         return self.seconds_on_part(
             skeleton.num_devices, skeleton.num_microbatches, skeleton.num_ranks, fills=fills
         )

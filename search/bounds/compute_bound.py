@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
-from stratagem.searcher.space.schedule_traits import run_of
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, operator_choices
 from stratagem.simulator.graph.checkpoint_segments import run_again
@@ -61,8 +60,10 @@ class ComputingBounds:
         times = [self._stage(names, k, skeleton) for k, names in enumerate(skeleton.stages)]
         # Gradients of parameters that are made apart need not come before those of inputs.
         parts = skeleton.num_microbatches
-        run = run_of(skeleton.schedule, len(times), parts, skeleton.num_ranks)
+        run = skeleton.run
         splits = run is None or run.splits_backward
+        if skeleton.orders and skeleton.num_ranks < len(times):
+            splits = True  # A rank may begin with any of its stages, and end with another.
         fills = [0.0] * len(times) if splits else self._fills(skeleton.stages, times)
         return max(parts * sum(times[s] for s in mine) + fills[mine[0]] for mine in skeleton.ranks)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
-from stratagem.searcher.space.schedule_traits import run_of
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -90,10 +89,7 @@ class HoldingBounds:
 
     def holdings(self, skeleton: Skeleton) -> list[Holding]:
         """What each rank of a skeleton holds at least."""
-        ranks = skeleton.ranks
-        run = run_of(
-            skeleton.schedule, len(skeleton.stages), skeleton.num_microbatches, len(ranks)
-        )
+        ranks, run = skeleton.ranks, skeleton.run
         assert run is not None, skeleton
         found: list[Holding] = []
         for mine, waiting in zip(ranks, run.waiting, strict=True):

@@ -259,4 +259,4 @@ def affordable(
 def kind_of(skeleton: Skeleton) -> object:
     """What pipelines have in common that differ in cuts, shapes of meshes and policies only."""
     devices = tuple(mesh.num_devices for mesh in skeleton.meshes)
-    return skeleton.schedule, skeleton.num_microbatches, devices
+    return skeleton.schedule, skeleton.orders, skeleton.num_microbatches, devices

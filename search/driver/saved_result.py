@@ -54,6 +54,7 @@ class KeptRecord:
     bound: KeptSeconds
     best: float | None
     why: str
+    orders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class KeptSpace:
                     kept_seconds(record.bound),
                     record.best,
                     record.why,
+                    skeleton.orders,
                 )
             )
         return cls(
@@ -131,6 +133,7 @@ class KeptSpace:
                     kept.num_microbatches,
                     kept.schedule,
                     kept.recompute,
+                    kept.orders,
                 ),
                 Fate[kept.fate.upper()],
                 read_seconds(kept.bound),

@@ -11,7 +11,7 @@ from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline
 from stratagem.searcher.space.choices import choices_of
-from stratagem.searcher.space.schedule_traits import searched_schedules
+from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.plan.plan import Plan
 
@@ -61,11 +61,7 @@ def not_chosen_for(plan: Plan, fingerprint: str) -> str:
     """Why a search of a graph does not choose for plans of a kind; empty if it does."""
     if plan.substitutions or plan.fingerprint != fingerprint:
         return "its graph is rewritten"
-    if plan.token_slices != 1:
-        return "it slices tokens"
-    if plan.schedule not in searched_schedules():
-        return f"its schedule is {plan.schedule}"
-    return ""
+    return why_not_searched(plan.make_schedule())
 
 
 def _as_options_say(plan: Plan, space: Space) -> Plan:

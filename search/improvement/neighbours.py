@@ -15,7 +15,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from stratagem.searcher.space.choices import Choices, choices_of
-from stratagem.searcher.space.schedule_traits import dealt, run_of, traits_of
+from stratagem.searcher.space.schedule_traits import (
+    dealt,
+    run_of,
+    searched_schedules,
+    traits_of,
+)
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.stage_cuts import StageCutter, cut_stages
@@ -123,6 +128,7 @@ class Neighbourhood:
             near
             for near in neighbours(here)
             if self.allows(near.skeleton)
+            and near.skeleton.run is not None
             and not (best.fits and _recomputes_more(near.choices, choices))
         ]
 
@@ -282,17 +288,22 @@ def _other_counts(here: PipelineToChange) -> Iterator[Change]:
     now, every = skeleton.num_microbatches, list(here.graph.microbatch_counts)
     near = _around(every, now) + [n for n in every if n == 2 * now or 2 * n == now]
     for count in sorted(set(near)):
-        if run_of(skeleton.schedule, len(skeleton.stages), count, skeleton.num_ranks) is None:
-            continue
-        what = "1 microbatch" if count == 1 else f"{count} microbatches"
-        yield Change(what, replace(skeleton, num_microbatches=count), here.choices)
+        then = replace(skeleton, num_microbatches=count)
+        if then.run is not None:
+            what = "1 microbatch" if count == 1 else f"{count} microbatches"
+            yield Change(what, then, here.choices)
 
 
 def _other_schedules(here: PipelineToChange) -> Iterator[Change]:
-    now = here.skeleton.schedule
+    skeleton = here.skeleton
+    now = skeleton.schedule
+    if now in searched_schedules():
+        plain = _is_plain(now)
+    else:
+        plain = len(skeleton.stages) == skeleton.num_ranks
     for name in here.schedules:
-        if name != now and _is_plain(name) and _is_plain(now):
-            yield Change(name, replace(here.skeleton, schedule=name), here.choices)
+        if name != now and _is_plain(name) and plain:
+            yield Change(name, replace(skeleton, schedule=name, orders=()), here.choices)
 
 
 def _other_rounds(here: PipelineToChange) -> Iterator[Change]:
@@ -316,7 +327,7 @@ def _other_rounds(here: PipelineToChange) -> Iterator[Change]:
 
 
 def _is_plain(schedule: str) -> bool:
-    """Whether a schedule gives each rank one stage."""
+    """Whether the schedule of a name gives each rank one stage."""
     return traits_of(schedule).rounds == 1
 
 

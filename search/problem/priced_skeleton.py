@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stratagem.searcher.space.constraints import BoundConstraints
+from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.skeletons import Options, Skeleton, distinct_stages, operator_choices
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine.task_graph import contention_table
@@ -158,6 +159,7 @@ class Problem:
             bucket_bytes=self.priced.pipeline.bucket_bytes,
             inputs_first=self.priced.pipeline.inputs_first,
             seed=seed,
+            orders=self.skeleton.orders,
         )
 
 
@@ -183,15 +185,14 @@ def make_problem(
     """
     small = graph.microbatch(skeleton.num_microbatches)
     pipeline = skeleton.pipeline(cluster, training, options)
-    schedule = pipeline.schedule
-    check_priced(schedule)
-    if schedule.update_every is not None:
+    check_priced(pipeline.schedule)
+    why = why_not_searched(pipeline.schedule)
+    if why:
         raise ValueError(
-            f"schedule {schedule.name!r} updates weights amid a step, which a search does not "
-            "choose for: simulate the plan as it is, or search with 1f1b"
+            f"a search does not choose for schedule {pipeline.schedule.name!r}, because {why}: "
+            "simulate the plan as it is, or search with 1f1b"
         )
-    zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
-    choices = _all_choices(small, skeleton, pipeline.stage_of, zero_stages, options, include or {})
+    choices = space_choices(graph, skeleton, zero_stages, options, include)
     if constraints is not None:
         choices = _allowed(choices, small, skeleton, pipeline.stage_of, constraints, cluster)
     priced = price_pipeline(pipeline, small, choices, Prices(costs, memory or RowMemory()))
@@ -241,15 +242,25 @@ def problem_of(priced: PricedPipeline, skeleton: Skeleton, headroom: float = 0.0
     )
 
 
-def _all_choices(
-    graph: OperatorGraph,
+def space_choices(
+    whole: OperatorGraph,
     skeleton: Skeleton,
-    stage_of: Mapping[str, int],
     zero_stages: Sequence[int],
     options: Options,
-    include: Mapping[str, Choice],
+    include: Mapping[str, Choice] | None = None,
 ) -> tuple[tuple[Choice, ...], ...]:
-    """The choices of every operator; equal operators on equal meshes share one list."""
+    """The choices of every operator; equal operators on equal meshes share one list.
+
+    Args:
+        whole: the model at its whole batch.
+        skeleton: its stages, meshes and policies.
+        zero_stages: that choices may have.
+        options: what they may have beside.
+        include: choices by operator that shall be among them even if the space lacks them.
+    """
+    graph, include = whole.microbatch(skeleton.num_microbatches), include or {}
+    zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
+    stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
     recomputed = {p: recomputed_operators(graph, p) for p in dict.fromkeys(skeleton.policies)}
     lists: dict[object, tuple[Choice, ...]] = {}
     found: list[tuple[Choice, ...]] = []

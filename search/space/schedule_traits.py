@@ -118,6 +118,58 @@ def run_of(schedule: str, num_stages: int, num_microbatches: int, num_ranks: int
     return _run(SCHEDULES[schedule], Sizes(num_stages, num_microbatches, num_ranks))
 
 
+def run_under(schedule: Schedule) -> Run:
+    """What a schedule does, whether it has a name or a plan lists its orders.
+
+    Example:
+        >>> from stratagem.simulator.schedules.named_schedules import one_f_one_b
+        >>> run_under(one_f_one_b(3, 8)) == run_of("1f1b", 3, 8, 3)
+        True
+    """
+    return Run(
+        _held(schedule),
+        tuple(map(_most_waiting, schedule.orders)),
+        schedule.homes,
+        schedule.splits_backward,
+        _runs_ahead(schedule),
+    )
+
+
+def why_not_searched(schedule: Schedule) -> str:
+    """What a schedule does that a search does not choose for; empty if there is no such thing.
+
+    This is the one record of it: problems, lists of schedules and plans to start from go by it.
+
+    Example:
+        >>> from stratagem.simulator.schedules.named_schedules import schedule_by_name
+        >>> why_not_searched(schedule_by_name("chimera", 2, 2, num_ranks=2))
+        'its stages have several homes'
+    """
+    return next((why for why, holds in NOT_SEARCHED.items() if holds(schedule)), "")
+
+
+def _has_several_homes(schedule: Schedule) -> bool:
+    return any(len(schedule.ranks_of(s)) > 1 for s in range(schedule.num_stages))
+
+
+def _is_out_of_order(schedule: Schedule) -> bool:
+    first = list(dict.fromkeys(schedule.homes))
+    return first != sorted(first)
+
+
+NOT_SEARCHED: dict[str, Callable[[Schedule], bool]] = {
+    # Choices on both homes are one, and sums over them depend on all of an operator's.
+    "its stages have several homes": _has_several_homes,
+    # Prefixes are chosen by the attentions that read them.
+    "it slices tokens": lambda schedule: schedule.num_slices > 1,
+    # Such a plan does not train what others do, so that none of them is better or worse.
+    "it updates weights amid a step": lambda schedule: schedule.update_every is not None,
+    # Bounds count ranks as stages bring them up.
+    "its ranks are not numbered as stages come to them": _is_out_of_order,
+}
+"""Why a search does not choose for some schedules, and which these are."""
+
+
 def most_rounds(schedule: str) -> int:
     """The most stages, of those that are tried, that a schedule can give each of two ranks.
 
@@ -185,7 +237,7 @@ def _traits(record: ScheduleRecord) -> Traits | None:
     several = [record.made(Sizes(2 * n, 4, 2)) for n in range(1, VIRTUAL_STAGES + 1)]
     several += [record.made(Sizes(rounds * n, 12, n)) for n in (2, 3, 4, 6)]
     listed = [schedule for schedule in several if schedule is not None]
-    if not listed or any(map(_is_special, listed)) or slices_tokens(record):
+    if not listed or any(map(why_not_searched, listed)) or slices_tokens(record):
         return None
     plain = [record.made(Sizes(n, 8, n)) for n in range(2, 7)]
     held = [_held(schedule)[::-1] for schedule in plain if schedule is not None]
@@ -195,17 +247,6 @@ def _traits(record: ScheduleRecord) -> Traits | None:
         all(map(_runs_ahead, listed)),
         rounds == 1 and all(more[: len(few)] == few for few, more in pairwise(held)),
     )
-
-
-def _is_special(schedule: Schedule) -> bool:
-    """Whether weights are updated amid a step, or ranks are not numbered as stages come to them.
-
-    Nor may a stage be on several ranks.
-    """
-    places = [schedule.ranks_of(stage) for stage in range(schedule.num_stages)]
-    first = list(dict.fromkeys(place[0] for place in places))
-    several = any(len(place) > 1 for place in places)
-    return several or schedule.update_every is not None or first != sorted(first)
 
 
 def _runs_ahead(schedule: Schedule) -> bool:
@@ -222,14 +263,7 @@ def _run(record: ScheduleRecord, sizes: Sizes) -> Run | None:
     schedule = record.made(sizes)
     if schedule is None:
         return None
-    waiting = tuple(map(_most_waiting, schedule.orders))
-    return Run(
-        _held(schedule),
-        waiting,
-        schedule.homes,
-        schedule.splits_backward,
-        _runs_ahead(schedule),
-    )
+    return run_under(schedule)
 
 
 def _held(schedule: Schedule) -> tuple[int, ...]:

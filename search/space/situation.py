@@ -77,6 +77,7 @@ class Situation:
             schedule=skeleton.schedule,
             bucket_bytes=options.bucket_bytes,
             inputs_first=options.inputs_first,
+            orders=skeleton.orders,
         )
 
     def simulate(self, plan: Plan, *, always: bool = False) -> Simulation:

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stratagem.searcher.space.schedule_traits import (
+    Run,
     can_run,
     dealt,
     rounds_of,
+    run_of,
+    run_under,
     same_alone,
     traits_of,
 )
@@ -43,7 +46,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pipeline.pipeline import Pipeline
-from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.plan.plan import Plan, Stage, own_schedule
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import schedule_by_name
 from stratagem.simulator.sharding.choice import Choice
@@ -123,6 +126,7 @@ class Skeleton:
     """Stages (names of operators), one mesh each, number of microbatches, schedule, recompute.
 
     `recompute` is a policy for all stages, or one for each; one that all share is kept once.
+    `orders` are those of a schedule without a name (see `Plan.orders`).
 
     Raises:
         ValueError: if there are not as many policies as stages.
@@ -133,6 +137,7 @@ class Skeleton:
     num_microbatches: int
     schedule: str
     recompute: str | tuple[str, ...] = "none"
+    orders: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.policies) != len(self.stages):
@@ -179,9 +184,29 @@ class Skeleton:
         Raises:
             ValueError: there is none of that name, or it cannot run them.
         """
+        if self.orders:
+            sizes = len(self.stages), self.num_microbatches, self.num_ranks
+            return own_schedule(self.orders, *sizes, where=f"skeleton {self}")
         return schedule_by_name(
             self.schedule, len(self.stages), self.num_microbatches, num_ranks=self.num_ranks
         )
+
+    @property
+    def run(self) -> Run | None:
+        """What the schedule does with these stages; None if it cannot run them."""
+        if self.orders:
+            try:
+                return run_under(self.make_schedule())
+            except ValueError:
+                return None
+        stages, parts = len(self.stages), self.num_microbatches
+        return run_of(self.schedule, stages, parts, self.num_ranks)
+
+    @property
+    def fills(self) -> bool:
+        """Whether its ranks wait at both ends of a step (see `Traits.fills`)."""
+        run = self.run
+        return self.num_ranks == len(self.stages) and run is not None and not run.splits_backward
 
     def pipeline(self, cluster: Cluster, training: Training, options: Options) -> Pipeline:
         """What of a step is decided before choices are."""
@@ -231,6 +256,7 @@ def skeleton_of(plan: Plan, recomputed: Mapping[str, frozenset[str]] | None = No
         plan.num_microbatches,
         plan.schedule,
         tuple(followed_policy(stage, recomputed or {}) or "none" for stage in plan.stages),
+        plan.orders,
     )
 
 

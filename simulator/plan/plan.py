@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from stratagem.simulator.base.files import encode, reading
@@ -21,7 +21,10 @@ from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.mirrored_stages import check_homes, check_pins
 from stratagem.simulator.schedules.actions import Schedule, validate
-from stratagem.simulator.schedules.named_schedules import schedule_by_name
+from stratagem.simulator.schedules.named_schedules import (
+    REMEMBERED_SCHEDULES,
+    schedule_by_name,
+)
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.pieces_and_fusion import check_fusion, check_pieces
 
@@ -269,20 +272,14 @@ class Plan(SavedValue):
             check_slices(graph, self.token_slices, configs)
 
     def _custom_schedule(self) -> Schedule:
-        schedule = Schedule.parse("\n".join(self.orders), name=CUSTOM)
-        for what, ours, theirs in (
-            ("stages", len(self.stages), schedule.num_stages),
-            ("microbatches", self.num_microbatches, schedule.num_microbatches),
-            ("ranks", self.num_ranks, schedule.num_ranks),
-            ("token slices", num_slices(self.token_slices), schedule.num_slices),
-        ):
-            if ours != theirs:
-                raise ValueError(
-                    f"plan {self.name!r} has {ours} {what}, but its orders are for {theirs}: "
-                    "change one of them"
-                )
-        validate(schedule)
-        return schedule
+        return own_schedule(
+            self.orders,
+            len(self.stages),
+            self.num_microbatches,
+            self.num_ranks,
+            num_slices(self.token_slices),
+            where=f"plan {self.name!r}",
+        )
 
     def _check_devices(self) -> None:
         owner: dict[int, int] = {}
@@ -465,6 +462,46 @@ def _from_file(file: _PlanFile) -> Plan:
         inputs_first=file.inputs_first,
         substitutions=file.substitutions,
     )
+
+
+def own_schedule(
+    orders: tuple[str, ...],
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int,
+    num_slices: int = 1,
+    *,
+    where: str,
+) -> Schedule:
+    """The schedule that orders of one's own list, one line a rank.
+
+    Example:
+        >>> own_schedule(("rank 0: 0F0 0B0",), 1, 1, 1, where="plan 'mine'").num_stages
+        1
+
+    Raises:
+        ValueError: they are for other sizes, or no schedule; `where` says whose they are.
+    """
+    schedule = _parsed(orders)
+    for what, ours, theirs in (
+        ("stages", num_stages, schedule.num_stages),
+        ("microbatches", num_microbatches, schedule.num_microbatches),
+        ("ranks", num_ranks, schedule.num_ranks),
+        ("token slices", num_slices, schedule.num_slices),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"{where} has {ours} {what}, but its orders are for {theirs}: change one of them"
+            )
+    return schedule
+
+
+@lru_cache(maxsize=REMEMBERED_SCHEDULES)
+def _parsed(orders: tuple[str, ...]) -> Schedule:
+    """Checked: each plan of a search on its orders has the same."""
+    schedule = Schedule.parse("\n".join(orders), name=CUSTOM)
+    validate(schedule)
+    return schedule
 
 
 def ranks_of(plan: Plan) -> dict[int, int]:

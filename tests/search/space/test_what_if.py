@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from benchmarks.properties.drawn import draw_plan, draw_shape
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.what_if import WhatIf
 from stratagem.searcher.space.situation import Situation
@@ -65,7 +67,7 @@ def test_one_operator_replays_a_few_tasks_of_its_stage() -> None:
     """Where streams shift alike; gradient syncs beside computing have slack, and do not."""
     graph = gpt(num_layers=24, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     what_if = WhatIf(plan_of("Megatron tensor", graph), graph)
-    tasks = sum(engine.state.rows.shape[1] for engine in what_if._engines)
+    tasks = sum(engine.state.rows.shape[1] for engine in what_if._player.engines)
     current = what_if.plan.choice("h.12.mlp.act")
     other = next(c for c in what_if.choices("h.12.mlp.act") if c != current)
     what_if.propose({"h.12.mlp.act": other})
@@ -96,12 +98,72 @@ def test_bad_changes_are_refused_and_change_nothing() -> None:
     assert what_if.plan == before
 
 
-def test_plans_that_are_not_re_simulated_are_refused() -> None:
+def drawn(kind: str, seed: int = 2) -> tuple[Plan, OperatorGraph]:
+    """A plan under some schedule, as ours and as drawn at random elsewhere."""
+    rng = random.Random(seed)
+    shape = draw_shape(rng, kind)
+    while min(shape.num_stages, shape.parts, shape.ways) < 2:
+        shape = draw_shape(rng, kind)
+    return draw_plan(rng, shape)
+
+
+def pinned() -> tuple[Plan, OperatorGraph]:
+    """Data parallelism, but one operator is on one device of eight."""
     plan = plan_of("data parallel")
-    stage = plan.stages[0]
-    pinned = {**stage.choices, "h.0.mlp.act": Choice((Pin(0),))}
-    with pytest.raises(ValueError, match=r"pins operator 'h\.0\.mlp\.act' to a part of"):
-        WhatIf(replace(plan, stages=(replace(stage, choices=pinned),)), GRAPH)
-    lines = tuple(plan_of("1F1B pipeline").make_schedule().to_text().splitlines())
-    with pytest.raises(ValueError, match="has orders of its own"):
-        WhatIf(replace(plan_of("1F1B pipeline"), schedule="custom", orders=lines), GRAPH)
+    (stage,) = plan.stages
+    alone = {**stage.choices, "h.0.mlp.act": Choice((Pin(0),))}
+    return replace(plan, stages=(replace(stage, choices=alone),)), GRAPH
+
+
+KINDS = ["v-shaped", "pipedream", "chimera", "terapipe", "pinned"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_plan_that_can_be_simulated_can_be_asked(kind: str) -> None:
+    """Orders of its own, stashed weights, two homes, slices and pins were refused, by a list."""
+    plan, graph = pinned() if kind == "pinned" else drawn(kind)
+    what_if, rng = WhatIf(plan, graph), random.Random(0)
+    first = simulate_plan(plan, graph, COSTS)
+    assert what_if.now.step_time == pytest.approx(first.step_time, rel=1e-12)
+    seen = set()
+    for _ in range(8):
+        names = rng.sample(graph.names, rng.randint(1, 3))
+        outcome = what_if.propose({name: rng.choice(what_if.choices(name)) for name in names})
+        before = what_if.plan
+        if rng.random() < 0.3:
+            what_if.reject()
+            assert what_if.plan == before
+            continue
+        what_if.accept()
+        simulated = simulate_plan(what_if.plan, graph, COSTS)
+        assert outcome == what_if.now
+        assert outcome.step_time == pytest.approx(simulated.step_time, rel=1e-12)
+        assert outcome.peak_memory == tuple(rank.without_waiting for rank in simulated.memory)
+        assert what_if.plan.orders == plan.orders
+        seen.add(outcome.step_time)
+    assert len(seen) > 2
+
+
+def test_what_a_plan_cannot_have_is_no_choice_of_it() -> None:
+    """ZeRO 3 keeps no weights to stash, and a fused update leaves none to sum over both homes."""
+    plan, graph = drawn("pipedream")
+    what_if = WhatIf(plan, graph)
+    every = [choice for name in graph.names for choice in what_if.choices(name)]
+    assert 3 not in {choice.zero for choice in every}
+    assert 2 in {choice.zero for choice in every}
+    plan, graph = drawn("chimera")
+    what_if = WhatIf(plan, graph, options=Options(fuse=True))
+    trained = [op.name for op in graph.operators if op.weights]
+    assert not any(choice.fused for name in trained for choice in what_if.choices(name))
+    with pytest.raises(ValueError, match="cannot have Choice"):
+        what_if.propose({trained[0]: replace(what_if.choices(trained[0])[0], fused=True)})
+
+
+def test_a_proposal_is_not_yet_the_plan() -> None:
+    what_if = WhatIf(plan_of("data parallel"), GRAPH)
+    before, name = what_if.plan, "h.0.mlp.act"
+    other = next(c for c in what_if.choices(name) if c != before.choice(name))
+    what_if.propose({name: other})
+    assert what_if.plan == before
+    what_if.accept()
+    assert what_if.plan.choice(name) == other

@@ -13,7 +13,6 @@ from torch import nn
 
 from stratagem.exports import export
 from stratagem.profiler.timing.profile_operators import plan_operators
-from stratagem.searcher.problem.what_if import WhatIf
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, nmt
@@ -187,12 +186,6 @@ def test_sharded_positions_are_refused() -> None:
     plan = plan_of(graph, 2, (2,), (2,), choose=sharding("sequence"))
     with pytest.raises(ValueError, match=r"is sharded along its positions \('sequence', mesh"):
         plan.check(graph)
-
-
-def test_changes_of_sliced_plans_are_refused() -> None:
-    graph = model()
-    with pytest.raises(ValueError, match="slices tokens: changes of such plans are not"):
-        WhatIf(plan_of(graph, 2), graph, COSTS)
 
 
 # -- plans --------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import Budget
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
-from stratagem.searcher.problem.what_if import WhatIf
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.drawing.pictures import picture_of
@@ -168,8 +167,6 @@ def test_it_is_a_method_to_compare_with() -> None:
 def test_a_search_starts_from_such_a_plan_and_changes_none() -> None:
     graph = mlp_graph()
     plan = plain_pipeline(2, 2)
-    with pytest.raises(ValueError, match="has two homes for each stage: changes of such plans"):
-        WhatIf(plan, graph, cells.COSTS)
     found = search(
         graph,
         plan.cluster,
