@@ -211,10 +211,7 @@ class PipelineWork:
         if id(model) not in self._made:
             s = self._models.situation
             meshes = [DeviceMesh((MeshAxis("device", 1),), (d,)) for d in self._devices]
-            self._made[id(model)] = [
-                TableBuilder(model.graph, mesh, s.cluster, s.training, s.costs, s.memory)
-                for mesh in meshes
-            ]
+            self._made[id(model)] = [s.builder(model.graph, mesh) for mesh in meshes]
         return self._made[id(model)]
 
     @cached_property

@@ -103,9 +103,7 @@ class ComputingBounds:
             row = (model.kinds[i], alike, parts, name in again)
             if row not in self._known:
                 if builder is None:
-                    builder = TableBuilder(
-                        model.graph, mesh, s.cluster, s.training, s.costs, s.memory
-                    )
+                    builder = s.builder(model.graph, mesh)
                     self._builders.append(builder)
                 self._known[row] = self._fastest(builder, model, i, name in again)
             total += self._known[row]

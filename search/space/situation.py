@@ -9,6 +9,7 @@ from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pipeline.priced_pipeline import (
@@ -17,7 +18,7 @@ from stratagem.simulator.pipeline.priced_pipeline import (
     price_pipeline,
 )
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
@@ -41,6 +42,10 @@ class Situation:
 
     def __post_init__(self) -> None:
         self.memory.watch = self.clock.check
+
+    def builder(self, graph: OperatorGraph, mesh: DeviceMesh) -> TableBuilder:
+        """What prices the operators of a graph on a mesh, one by one: of no pipeline yet."""
+        return TableBuilder(graph, mesh, self.cluster, self.training, self.costs, self.memory)
 
     def priced(
         self,

@@ -94,7 +94,7 @@ def compare_schedules(
             "devices: schedules are compared for pipelines of at least 2 stages, each on devices "
             "of its own"
         )
-    graph = plan.rewrite(graph).graph
+    graph, memory = plan.rewrite(graph).graph, memory or RowMemory()
     plan.check(graph)
     plain = replace(plan, schedule=DEFAULT_SCHEDULE, token_slices=1, orders=())
     model = plan_model(plain, graph, costs, memory)

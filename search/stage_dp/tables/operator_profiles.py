@@ -92,9 +92,8 @@ class MeshPricer:
 
     def builder_on(self, mesh: DeviceMesh) -> TableBuilder:
         """Prices on another mesh."""
-        s = self.situation
         small = self.chain.compact.graph.microbatch(self.num_microbatches)
-        return TableBuilder(small, mesh, s.cluster, s.training, s.costs, s.memory)
+        return self.situation.builder(small, mesh)
 
     def profiles(self, variants: Sequence[Variant]) -> list[Profile]:
         """Profiles of variants that have one layout."""

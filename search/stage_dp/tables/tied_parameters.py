@@ -52,7 +52,5 @@ class TiePricer:
     def _builder(self, mesh: DeviceMesh) -> TableBuilder:
         if mesh not in self._builders:
             s, graph = self.situation, self.chain.graph.microbatch(self.num_microbatches)
-            self._builders[mesh] = TableBuilder(
-                graph, mesh, s.cluster, s.training, s.costs, s.memory
-            )
+            self._builders[mesh] = s.builder(graph, mesh)
         return self._builders[mesh]
