@@ -47,8 +47,9 @@ TOTAL = 10**9
 
 def gpt3(batch: int) -> OperatorGraph:
     """GPT-3 175B (Brown et al. 2020)."""
-    sizes = {"num_layers": 96, "hidden": 12288, "num_heads": 96}
-    return gpt(**sizes, sequence=2048, vocabulary=51200, batch=batch)
+    return gpt(
+        num_layers=96, hidden=12288, num_heads=96, sequence=2048, vocabulary=51200, batch=batch
+    )
 
 
 def whole(graph: OperatorGraph, shape: tuple[int, int], microbatches: int) -> Skeleton:

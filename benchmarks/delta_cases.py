@@ -27,6 +27,9 @@ from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.stage_blocks import Block, StageBlocks
 
+Change = tuple[Ints, Ints, Ints]
+"""Tasks, and their new durations and sets of resources."""
+
 NUM_PROPOSALS = 300
 SHARED = (TaskKind.COMMUNICATION, TaskKind.GRADIENT_SYNC)
 
@@ -45,7 +48,7 @@ class Proposals:
         """The number of proposals."""
         return self.starts.size - 1
 
-    def proposal(self, k: int) -> tuple[Ints, Ints, Ints]:
+    def proposal(self, k: int) -> Change:
         """Tasks, durations and sets of proposal k."""
         part = slice(self.starts[k], self.starts[k + 1])
         return self.tasks[part], self.durations[part], self.sets[part]
@@ -59,7 +62,7 @@ class Case:
     build: Callable[[], tuple[TaskGraph, Proposals]]
 
 
-def join(changes: Sequence[tuple[Ints, Ints, Ints]]) -> Proposals:
+def join(changes: Sequence[Change]) -> Proposals:
     """Lay changes (tasks, durations, sets) out in flat arrays."""
     starts = np.cumsum([0, *(tasks.size for tasks, _, _ in changes)]).astype(np.int64)
     return Proposals(starts, *(np.concatenate(column) for column in zip(*changes, strict=True)))
@@ -129,7 +132,7 @@ def change_of(
     operators: Sequence[int],
     *,
     last: bool = True,
-) -> tuple[Ints, Ints, Ints]:
+) -> Change:
     """Tasks of a block, played as `graph`, that differ as operators turn to some choices."""
     touched = np.isin(block.first, operators) & (block.stride > 0)
     touched |= np.isin(block.second, operators) & (block.second_stride > 0)
@@ -169,7 +172,7 @@ def block_case(
     graph = blocks.task_graph(block, base, last=True)
     # Resource 0 computes, 1 and 2 are links.
     graph = dataclasses.replace(graph, rivals=((0, 1), (0, 2)), slowdown=slowdown)
-    changes = []
+    changes: list[Change] = []
     while len(changes) < NUM_PROPOSALS:
         operator = int(rng.integers(counts.size))
         choices = base.copy()
@@ -195,7 +198,7 @@ def edges_of(graph: TaskGraph) -> Ints:
 
 
 def on_cells(
-    graph: TaskGraph, changes: Sequence[tuple[Ints, Ints, Ints]], shared: Ints, cells: int
+    graph: TaskGraph, changes: Sequence[Change], shared: Ints, cells: int
 ) -> tuple[TaskGraph, Proposals]:
     """A task a cell for what devices do alone; communication holds links of all cells at once."""
     copies = np.where(shared, 1, cells)
@@ -204,7 +207,7 @@ def on_cells(
     members = [[c * NUM_RESOURCES + b for c in range(cells) for b in bits[m]] for m in range(8)]
     members += [[c * NUM_RESOURCES + b for b in bits[m]] for c in range(cells) for m in range(8)]
 
-    def spread(tasks: Ints, durations: Ints, sets: Ints) -> tuple[Ints, Ints, Ints]:
+    def spread(tasks: Ints, durations: Ints, sets: Ints) -> Change:
         rows = [
             (first[t] + c, d, s if shared[t] or not s else 8 + 8 * c + s)
             for t, d, s in zip(tasks.tolist(), durations.tolist(), sets.tolist(), strict=True)
@@ -232,7 +235,7 @@ def on_cells(
 
 
 def in_a_row(
-    graph: TaskGraph, changes: Sequence[tuple[Ints, Ints, Ints]], copies: int
+    graph: TaskGraph, changes: Sequence[Change], copies: int
 ) -> tuple[TaskGraph, Proposals]:
     """Copies of a graph, one after the other; changes fall into any of them."""
     size = graph.num_tasks
@@ -287,7 +290,7 @@ class Sketch:
         graph = build_task_graph(
             self.durations, self.edges, resource_sets=self.sets, num_resources=num_resources
         )
-        changes = []
+        changes: list[Change] = []
         for _ in range(NUM_PROPOSALS):
             tasks = self.rng.choice(graph.num_tasks, changed, replace=False)
             factors = self.rng.uniform(0.5, 1.5, changed)

@@ -115,11 +115,11 @@ def compare(seed: int, number: int, plans: int = PLANS_PER_MODEL) -> tuple[str, 
             failures.append(f"{where}: {_words(plan)} ends with {type(error).__name__}: {error}")
             continue
         tally.tried += 1
-        error = _error(drawn, plan, graph, result)
-        tally.worst = max(tally.worst, error)
-        if not error <= TOLERANCE:
+        off = _error(drawn, plan, graph, result)
+        tally.worst = max(tally.worst, off)
+        if not off <= TOLERANCE:
             tally.failed += 1
-            failures.append(f"{where}: {_words(plan)} is {error:.1e} off")
+            failures.append(f"{where}: {_words(plan)} is {off:.1e} off")
     return drawn.case, tally, failures
 
 

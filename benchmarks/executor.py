@@ -46,6 +46,7 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.held_bytes import held_bytes
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.executor.program.programs import Program
 from stratagem.executor.program.receive_postings import common_order
 from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import run_ranks
@@ -119,7 +120,7 @@ def plan_of(
 
 # -- turns --------------------------------------------------------------------------------------
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def take_turns(ours: Step, theirs: Step, wait: Step) -> tuple[float, float]:
@@ -139,7 +140,7 @@ def take_turns(ours: Step, theirs: Step, wait: Step) -> tuple[float, float]:
 def our_step(model: Model, plan: Plan, comm: Communicator) -> Step:
     """A step of the plan on this rank."""
     interpreter = Interpreter(lower(plan, model.graph), comm, model_state(model.module))
-    return lambda: interpreter.step(model.batch) and None
+    return lambda: interpreter.step(model.batch)
 
 
 def torch_step(module: nn.Module, batch: Mapping[str, Tensor]) -> Step:
@@ -250,7 +251,7 @@ def memory_lines() -> list[dict[str, object]]:
     for name, plan in memory_plans(model).items():
         program = lower(plan, model.graph)
 
-        def most(comm: Communicator, program: object = program) -> int:
+        def most(comm: Communicator, program: Program = program) -> int:
             interpreter = Interpreter(program, comm, model_state(model.module))
             found: list[int] = []
             interpreter.step(model.batch)

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numba import njit
@@ -147,7 +147,9 @@ def fit_products(measured: Measured, device: DeviceType) -> ProductConstants:
     high = [BOUNDS[n][2] for n in BOUNDS] + [5.0] * len(factors)
 
     def build(logarithms: Sequence[float]) -> ProductConstants:
-        values = dict(zip(names, (float(v) for v in np.exp(logarithms)), strict=True))
+        values: dict[str, Any] = dict(
+            zip(names, (float(v) for v in np.exp(logarithms)), strict=True)
+        )
         return ProductConstants(relative_error=0.0, **values)
 
     def off(logarithms: Sequence[float]) -> Floats:
@@ -169,7 +171,7 @@ def fit_products(measured: Measured, device: DeviceType) -> ProductConstants:
 
 
 def _rounded(constants: ProductConstants) -> ProductConstants:
-    values = {
+    values: dict[str, Any] = {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in asdict(constants).items()
     }

@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def measure(num_devices: int) -> dict[str, object]:
         bool((a == b[unfolded.task]).all())
         for a, b in ((each.start, once.start), (each.end, once.end))
     )
-    played = [best_ms(lambda b=block: simulate(b.graph)) for block in (folded, unfolded)]
+    played = [best_ms(partial(simulate, block.graph)) for block in (folded, unfolded)]
     return {
         "case": "gpt-24 last backward",
         "devices": num_devices,

@@ -37,7 +37,7 @@ def rates(case: str, indices: str) -> dict[str, float]:
     found = anneal.measure(case, dict(anneal.cases())[case])
     assert found["checked"]
     full = found["one_core"] / found["ratio_full"]  # type: ignore[operator]
-    return {**{name: found[name] for name in RATES[:2]}, "full": full}  # type: ignore[dict-item]
+    return {**{name: found[name] for name in RATES[:2]}, "full": full}
 
 
 def rates_apart(case: str, indices: str, folder: Path) -> dict[str, float]:

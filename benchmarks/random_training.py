@@ -29,6 +29,8 @@ WIDTHS = (4, 5, 6, 8)
 class Drawn(nn.Module):
     """A trunk, a loss of its rows, and parameters of the loss."""
 
+    fixed: Tensor
+
     def __init__(self, trunk: nn.Module, loss: Scalar, name: str) -> None:
         super().__init__()
         self.trunk, self.name = trunk, name
@@ -73,7 +75,9 @@ class Rows(nn.Module):
         self.last = nn.Linear(hidden, 3, bias=rng.random() < 0.7)
         self.twice, self.normed = rng.random() < 0.3, rng.random() < 0.5
         self.views = rng.random() < 0.2
-        self.act = rng.choice([torch.tanh, functional.gelu, functional.silu, torch.sigmoid])
+        activations: list[Callable[..., Tensor]]
+        activations = [torch.tanh, functional.gelu, functional.silu, torch.sigmoid]
+        self.act = rng.choice(activations)
         if rng.random() < 0.2:
             self.first.weight.requires_grad_(False)
 

@@ -41,6 +41,7 @@ from stratagem.simulator.pricing import repeated_layers
 from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
 from stratagem.simulator.schedules import macro_graph
 from stratagem.simulator.simulation import priced_plan, simulation
+from stratagem.simulator.simulation.simulated_step import PlayedStep
 from stratagem.simulator.stage.equal_stages import StageShapes
 
 REPEATS = 15
@@ -142,7 +143,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "table": ((TableBuilder, "__init__"), (TableBuilder, "build")),
     "blocks": ((StageShapes, "blocks"),),
     "macro": ((priced_plan, "macro_graph"), (Plan, "make_schedule")),
-    "play": ((simulation, "macro_durations"), (simulation, "simulate")),
+    "play": ((priced_plan, "macro_durations"), (priced_plan, "simulate")),
     "memory": ((StageShapes, "lifetimes"), (simulation, "rank_memory")),
 }
 """The functions of each part, timed where `simulate_plan` calls them."""
@@ -196,7 +197,9 @@ def measure(case: Case) -> dict[str, object]:
 
 def num_tasks(predicted: simulation.Simulation) -> int:
     """Tasks of all blocks of a simulation and of its macro graph."""
-    model = predicted._step.model
+    step = predicted._step
+    assert isinstance(step, PlayedStep), "it was played here"
+    model = step.model
     blocks = [block for stage in model.stages for block in stage.blocks.all]
     return model.macro.graph.num_tasks + sum(block.base.size for block in blocks)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
+from torch import Tensor, nn
 
 import stratagem as sg
 from examples import gpt2, small_gpt
@@ -117,7 +118,7 @@ def say(text: str) -> None:
     console.print(Padding(text, (0, 2), expand=False))
 
 
-def as_arguments(built: tuple[object, dict[str, object]]) -> tuple[object, ...]:
+def as_arguments(built: tuple[nn.Module, dict[str, Tensor]]) -> tuple[object, ...]:
     """(model, inputs) as `capture` takes them: the inputs are keyword arguments."""
     model, inputs = built
     return model, (), inputs

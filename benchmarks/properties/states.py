@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 from benchmarks.properties.drawn import draw_plan, draw_shape, kinds
@@ -54,7 +55,7 @@ def waiting_gradients(rng: random.Random) -> Iterator[Try]:
         for kind in kinds():
             plan, graph = draw_plan(rng, draw_shape(rng, kind))
             times = 10.0 ** -rng.randrange(5)
-            slow = with_links(plan.cluster, lambda link, times=times: wider(link, times))
+            slow = with_links(plan.cluster, partial(wider, times=times))
             simulation = simulate_plan(replace(plan, cluster=slow), graph, RooflineCosts())
             for r in range(len(simulation.memory)):
                 seen = int(simulation.memory_timeline(r).nbytes[row].max())

@@ -34,7 +34,7 @@ def lines(models: Sequence[tuple[Path, str]], seconds: float, jobs: int) -> Iter
         jobs: how many processes run at once.
     """
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda each: line_of(*each, seconds), models)
+        yield from pool.map(lambda each: line_of(each[0], each[1], seconds), models)
 
 
 def line_of(path: Path, name: str, seconds: float) -> Line:

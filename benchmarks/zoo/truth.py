@@ -55,7 +55,7 @@ def torch_step(example: Example, dtype: torch.dtype | None = None) -> Step:
         targets = _cast(targets, dtype)
     torch.manual_seed(0)
     loss = first_scalar(example.outcome(model, batch, targets))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     named = ((name, p.grad) for name, p in model.named_parameters())
     return Step(float(loss.detach()), {name: grad for name, grad in named if grad is not None})
 

@@ -18,7 +18,7 @@ from stratagem.executor.state.rewritten_parameters import to_model
 from stratagem.searcher.space.graph_rewrites import steps as one_step
 from stratagem.simulator.graph.models import llama
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard, check_config
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Placement, Shard, check_config
 from stratagem.simulator.graph.substitutions import rewrite
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -79,7 +79,8 @@ def drawn(seed: int) -> Chooser:
         shards = [
             Shard(dim.name) for dim in operator.dims if legal(operator, Shard(dim.name), ways)
         ]
-        tried = rng.choice([REPLICATE, Pin(rng.randrange(ways)), *shards, *shards])
+        options: list[Placement] = [REPLICATE, Pin(rng.randrange(ways)), *shards, *shards]
+        tried = rng.choice(options)
         if not legal(operator, tried, ways):
             tried = REPLICATE
         return Choice((tried,), rng.randrange(4))

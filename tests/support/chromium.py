@@ -123,11 +123,9 @@ class Chromium:
         # Moved out of the way of 3 and 4, as which the browser is to have them.
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (read, write)]
         self._process = subprocess.Popen(
-            *[
-                [
-                    *("bash", "-c", f'exec "$0" "$@" 3<&{high[0]} 4>&{high[1]}'),
-                    *(str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "about:blank"),
-                ]
+            [
+                *("bash", "-c", f'exec "$0" "$@" 3<&{high[0]} 4>&{high[1]}'),
+                *(str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "about:blank"),
             ],
             pass_fds=high,
             stdout=subprocess.DEVNULL,

@@ -361,9 +361,11 @@ def token_by_token(gates: Tensor, top_k: int, capacity: int) -> list[list[tuple[
     """Per group (token, expert, slot) of every choice that finds a slot, in plain Python."""
     found = []
     for group in gates.tolist():
-        ranked = [sorted(range(len(row)), key=lambda e, row=row: -row[e]) for row in group]
+        ranked = [
+            [e for _, e in sorted((-gate, e) for e, gate in enumerate(row))] for row in group
+        ]
         used = [0] * len(group[0])
-        taken = []
+        taken: list[tuple[int, ...]] = []
         for choice in range(top_k):
             for token, order in enumerate(ranked):
                 expert = order[choice]
@@ -460,7 +462,7 @@ def linear_sum() -> Case:
 @case
 def elementwise() -> Case:
     b, x, w = builder()
-    steps = [
+    steps: list[list[Any]] = [
         ["mul", [["in", 0], ["in", 1]]],
         ["gelu", [["step", 0], "tanh"]],
         ["add", [["step", 1], ["in", 2]]],

@@ -64,7 +64,8 @@ def blocks_of(text: str) -> list[Block]:
         3
     """
     found: list[Block] = []
-    last_end, last = -1, None
+    last_end = -1
+    last: Block | None = None
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start("language")) + 1
         gap = text[last_end : match.start()] if last_end >= 0 else "x"

@@ -191,7 +191,8 @@ def drawing(seed: int) -> Chooser:
 
 def _draw(rng: random.Random, operator: Operator, ways: int) -> Placement:
     shards = [Shard(dim.name) for dim in operator.dims if not dim.whole]
-    return rng.choice([REPLICATE, Pin(rng.randrange(ways)), *shards, *shards])
+    options: list[Placement] = [REPLICATE, Pin(rng.randrange(ways)), *shards, *shards]
+    return rng.choice(options)
 
 
 def is_legal(operator: Operator, config: Config, shape: tuple[int, ...]) -> bool:
@@ -268,7 +269,19 @@ def chosen(choices: Mapping[str, Choice]) -> Chooser:
     return lambda operator, shape: choices[operator.name]
 
 
-SHAPES = ((1,), (2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (4, 2), (2, 2, 2))
+Shape = tuple[int, ...]
+SHAPES: tuple[Shape, ...] = (
+    (1,),
+    (2,),
+    (3,),
+    (4,),
+    (5,),
+    (8,),
+    (2, 2),
+    (2, 3),
+    (4, 2),
+    (2, 2, 2),
+)
 
 
 def random_plan(case: Case, seed: int, training: Training | None = None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,14 @@ from stratagem.simulator.sharding.choice import Choice
 
 TOLERANCE = 1e-5
 TOKENS = 11
-SMALL = {"hidden": 8, "num_heads": 2, "vocabulary": TOKENS, "sequence": 6, "batch": 4}
-WIDE = {"num_heads": 8, "hidden": 16}
+SMALL: dict[str, Any] = {
+    "hidden": 8,
+    "num_heads": 2,
+    "vocabulary": TOKENS,
+    "sequence": 6,
+    "batch": 4,
+}
+WIDE: dict[str, Any] = {"num_heads": 8, "hidden": 16}
 Choose = Callable[[Operator, tuple[int, ...]], Config]
 
 

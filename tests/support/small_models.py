@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class SmallLlama(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(input_ids)
-        angles = self.blocks[0].angles(x)
+        angles = cast(GatedBlock, self.blocks[0]).angles(x)
         for block in self.blocks:
             x = block(x, angles)
         logits = self.head(self.norm(x))

@@ -53,7 +53,7 @@ def _devices(setting: Setting) -> Figures:
         "cuda": torch.version.cuda,
         "bfloat16": torch.cuda.is_bf16_supported(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version(),
     }
 
 

@@ -72,7 +72,7 @@ def _their_graph(setting: Setting, case: host.Case) -> Figures:
     if setting.rehearse:
         raise SkippedError("torch has no graphs without a GPU")
     step = host.theirs(case, setting.device, capturable=True)
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(WARMUP):
             step()

@@ -18,6 +18,9 @@ _ENCODER: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 48,
 }
+# Arguments that the configurations of transformers take and do not declare.
+_THREE_LABELS: dict[str, Any] = {"num_labels": 3}
+_TWO_FEATURE_LAYERS: dict[str, Any] = {"num_feat_extract_layers": 2}
 _IMAGE: dict[str, Any] = {**_ENCODER, "image_size": 16, "patch_size": 8}
 
 
@@ -71,7 +74,7 @@ def segformer() -> Made:
     config = transformers.SegformerConfig(
         num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32],
         patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2],
-        decoder_hidden_size=16, num_labels=3,
+        decoder_hidden_size=16, **_THREE_LABELS,
     )  # fmt: skip
     model = transformers.SegformerForSemanticSegmentation(config)
     labels = torch.randint(3, (BATCH, 16, 16))
@@ -113,7 +116,7 @@ def wav2vec2() -> Made:
     """Raw sound."""
     config = transformers.Wav2Vec2Config(
         **_ENCODER, vocab_size=16, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        **_TWO_FEATURE_LAYERS, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
         apply_spec_augment=False, layerdrop=0.0, classifier_proj_size=16,
     )  # fmt: skip
     model = transformers.Wav2Vec2ForSequenceClassification(config)

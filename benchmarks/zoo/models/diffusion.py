@@ -16,8 +16,8 @@ BATCH = 2
 
 def _denoised(model: nn.Module, shape: tuple[int, ...], **given: Any) -> Made:
     noisy = torch.randn(BATCH, *shape)
-    steps = {"timestep": torch.randint(1000, (BATCH,)), **given}
-    return model.train(), (noisy,), steps, _distance, torch.randn(BATCH, *shape)
+    given = {"timestep": torch.randint(1000, (BATCH,)), **given}
+    return model.train(), (noisy,), given, _distance, torch.randn(BATCH, *shape)
 
 
 def _distance(made: Any, target: Tensor) -> Tensor:
@@ -99,13 +99,11 @@ def flux() -> Made:
         num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=10,
         axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
-    made = _denoised(
+    return _denoised(
         model, (9, 4), encoder_hidden_states=torch.randn(BATCH, 5, 12),
         pooled_projections=torch.randn(BATCH, 10), img_ids=torch.zeros(9, 3),
-        txt_ids=torch.zeros(5, 3),
+        txt_ids=torch.zeros(5, 3), timestep=torch.rand(BATCH),
     )  # fmt: skip
-    made[2]["timestep"] = torch.rand(BATCH)
-    return made
 
 
 def autoencoder() -> Made:

@@ -76,10 +76,10 @@ def transformer() -> Made:
 
 def transformer_told_causal() -> Made:
     """The same, told that its mask is causal instead of looking at it."""
-    model, *rest = transformer()
-    forward = model.inner.forward
-    model.inner.forward = functools.partial(forward, tgt_is_causal=True)
-    return model, *rest
+    model, arguments, named, loss, targets = transformer()
+    inner = model.get_submodule("inner")
+    inner.forward = functools.partial(inner.forward, tgt_is_causal=True)
+    return model, arguments, named, loss, targets
 
 
 def transformer_encoder_padded() -> Made:
@@ -155,8 +155,10 @@ def siamese() -> Made:
             self.tower = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 8))
 
         def forward(self, anchor: Tensor, near: Tensor, far: Tensor) -> Tensor:
-            towers = [functional.normalize(self.tower(x), dim=-1) for x in (anchor, near, far)]
-            return functional.triplet_margin_loss(*towers)
+            one, two, three = (
+                functional.normalize(self.tower(x), dim=-1) for x in (anchor, near, far)
+            )
+            return functional.triplet_margin_loss(one, two, three)
 
     return Siamese(), tuple(torch.randn(6, 10) for _ in range(3)), {}, None, None
 
@@ -248,6 +250,8 @@ def hand_written_attention() -> Made:
     """GPT by hand: einsum, a mask in a buffer, positions learned, head tied to the table."""
 
     class Block(nn.Module):
+        mask: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.norm_1, self.norm_2 = nn.LayerNorm(16), nn.LayerNorm(16)
@@ -284,6 +288,8 @@ def rotary_by_complex_numbers() -> Made:
     """Attention as Llama's own code writes it, with a view as complex numbers."""
 
     class Attention(nn.Module):
+        turns: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 10)
@@ -293,8 +299,8 @@ def rotary_by_complex_numbers() -> Made:
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = (each.view(*x.shape[:2], 4, 4) for each in self.qkv(x).chunk(3, -1))
             q, k = self._turned(q), self._turned(k)
-            heads = [each.transpose(1, 2) for each in (q, k, v)]
-            made = functional.scaled_dot_product_attention(*heads, is_causal=True)
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            made = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             logits: Tensor = self.head(made.transpose(1, 2).flatten(2))
             return logits
 

@@ -123,22 +123,22 @@ class RecordingStreams(FakeStreams):
         self.graph: Graph | None = None
         self.num_graphs = self.num_runs = 0
         self.graphs: WeakSet[Graph] = WeakSet()
-        self.compute = self.new()  # type: ignore[assignment]
+        self.compute = self.new()
 
-    def new(self) -> int:  # type: ignore[override]
+    def new(self) -> int:
         self.num_streams += 1
         return self.num_streams
 
-    def address(self, stream: int) -> int:  # type: ignore[override]
+    def address(self, stream: int) -> int:
         return stream
 
-    def record(self, stream: int) -> Event:  # type: ignore[override]
+    def record(self, stream: int) -> Event:
         graph = self.graph
         if graph is None or stream not in graph.known:
             return Event(time.perf_counter_ns())
         return Event(0, graph, graph.known[stream].copy())
 
-    def wait(self, stream: int, event: Event) -> None:  # type: ignore[override]
+    def wait(self, stream: int, event: Event) -> None:
         graph = self.graph
         if event.graph is not graph:
             if event.graph is not None or (graph is not None and stream in graph.known):
@@ -147,14 +147,14 @@ class RecordingStreams(FakeStreams):
         if graph is not None:
             graph.known[stream] = graph.known.get(stream, Counter()) | event.known
 
-    def is_over(self, event: Event) -> bool:  # type: ignore[override]
+    def is_over(self, event: Event) -> bool:
         self.refuse("asks whether an event is over", event)
         return True
 
-    def synchronize(self, event: Event) -> None:  # type: ignore[override]
+    def synchronize(self, event: Event) -> None:
         self.refuse("waits for an event", event)
 
-    def nanoseconds(self, first: Event, last: Event) -> int:  # type: ignore[override]
+    def nanoseconds(self, first: Event, last: Event) -> int:
         self.refuse("reads the time of an event", first, last)
         return last.at - first.at
 
@@ -177,13 +177,13 @@ class RecordingStreams(FakeStreams):
         self.graph.runs.append(run)
 
     def record_graph(self, run: Callable[[], None]) -> Graph:
-        graph = self.graph = Graph(self, known={self.compute: Counter()})  # type: ignore[dict-item]
+        graph = self.graph = Graph(self, known={self.compute: Counter()})
         try:
-            with _Operators(graph, self.compute):  # type: ignore[arg-type]
+            with _Operators(graph, self.compute):
                 run()
         finally:
             self.graph = None
-        joined = graph.known[self.compute]  # type: ignore[index]
+        joined = graph.known[self.compute]
         for stream, known in graph.known.items():
             if joined[stream] < known[stream]:
                 raise CaptureError(f"stream {stream} is not waited for at the end")
@@ -252,7 +252,7 @@ class _Operators(TorchDispatchMode):
             if _place(each) not in known:
                 self.graph.make(each)
         outputs = [self.graph.keep(each) for each in results]
-        self.graph.runs.append(partial(_again, func, *kept, outputs))
+        self.graph.runs.append(partial(_again, func, kept[0], kept[1], outputs))
         return made
 
     def _save(self, tensor: Tensor) -> None:
@@ -275,7 +275,7 @@ def _place(tensor: Tensor) -> int:
 
 def _bytes(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class RecordingNccl:
@@ -332,4 +332,4 @@ def start(name: str, num_threads: int, *arguments: Any) -> None:
         return
     keep = streams.graph.keep
     held = [keep(each) if isinstance(each, Tensor) else each for each in arguments]
-    streams.issue(partial(start_on_host, name, num_threads, *held), streams.compute)  # type: ignore[arg-type]
+    streams.issue(partial(start_on_host, name, num_threads, *held), streams.compute)

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from stratagem.executor.backends.nccl import NcclCommunicator
 from stratagem.executor.cuda.nccl_calls import DTYPES
+from stratagem.executor.cuda.streams import Event, Graph, Stream
 
 T = TypeVar("T")
 PATIENCE = 20.0
@@ -98,14 +100,15 @@ class FakeNccl:
                 if kind == "reduce":
                     continue
                 if kind == "receive":
-                    hub.wait(lambda box=hub.mail[key]: bool(box), f"receive at {key}")
-                    letter = hub.mail[key].popleft()
+                    box = hub.mail[key]
+                    hub.wait(partial(bool, box), f"receive at {key}")
+                    letter = box.popleft()
                     assert len(letter[0]) == size, f"{len(letter[0])} bytes meet {size} at {key}"
                     ctypes.memmove(what, letter[0], size)
                     letter[1] = True
                     hub.changed.notify_all()
             for letter in letters:
-                hub.wait(lambda letter=letter: letter[1], "send")
+                hub.wait(partial(letter.__getitem__, 1), "send")
         for kind, key, what, _ in operations:
             if kind == "reduce":
                 what(key)
@@ -210,32 +213,35 @@ class FakeStreams:
     """Streams of a CPU, on which all work is over when it is issued; events are times."""
 
     device = torch.device("cpu")
-    compute = "compute"
+    compute: Stream = "compute"
     timing = True
 
-    def new(self) -> str:
+    def new(self) -> Stream:
         return "side"
 
-    def address(self, stream: str) -> int:
+    def address(self, stream: Stream) -> int:
         return 0
 
-    def record(self, stream: str) -> int:
+    def record(self, stream: Stream) -> Event:
         return time.perf_counter_ns()
 
-    def wait(self, stream: str, event: int) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         assert event
 
-    def is_over(self, event: int) -> bool:
+    def is_over(self, event: Event) -> bool:
         return True
 
-    def synchronize(self, event: int) -> None:
+    def synchronize(self, event: Event) -> None:
         assert event
 
     def used(self) -> AbstractContextManager[None]:
         return torch.autograd.set_multithreading_enabled(False)
 
-    def nanoseconds(self, first: int, last: int) -> int:
+    def nanoseconds(self, first: Event, last: Event) -> int:
         return last - first
+
+    def record_graph(self, run: Callable[[], None]) -> Graph:
+        raise RuntimeError("these streams record nothing; RecordingStreams do")
 
 
 def plain(hub: Hub) -> tuple[Any, FakeStreams]:

@@ -65,25 +65,25 @@ class Log:
 class LoggingStreams(FakeStreams):
     """Streams by number, 1 for compute."""
 
-    compute = 1  # type: ignore[assignment]
+    compute = 1
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self.num_streams = 1
 
-    def new(self) -> int:  # type: ignore[override]
+    def new(self) -> int:
         self.num_streams += 1
         return self.num_streams
 
-    def address(self, stream: int) -> int:  # type: ignore[override]
+    def address(self, stream: int) -> int:
         return stream
 
-    def record(self, stream: int) -> int:  # type: ignore[override]
+    def record(self, stream: int) -> int:
         self.log.num_events += 1
         self.log.entries.append(Entry("record", stream, self.log.num_events))
         return self.log.num_events
 
-    def wait(self, stream: int, event: int) -> None:  # type: ignore[override]
+    def wait(self, stream: int, event: int) -> None:
         self.log.entries.append(Entry("wait", stream, event))
 
     def synchronize(self, event: int) -> None:
@@ -143,8 +143,9 @@ def issued(
 
     def rank(comm: NcclCommunicator) -> list[Entry]:
         function(comm)
-        log: Log = comm.clock._streams.log  # type: ignore[attr-defined]
-        return list(log.entries)
+        streams = comm.clock._streams
+        assert isinstance(streams, LoggingStreams)
+        return list(streams.log.entries)
 
     def make(hub: Hub) -> tuple[Any, FakeStreams]:
         log = Log()

@@ -56,27 +56,27 @@ class Trace(FakeStreams):
     accesses: list[Access] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.compute = self.new()  # type: ignore[assignment]
+        self.compute = self.new()
 
-    def new(self) -> int:  # type: ignore[override]
+    def new(self) -> int:
         number = len(self.known) + COMPUTE
         self.known[number] = Counter()
         return number
 
-    def address(self, stream: int) -> int:  # type: ignore[override]
+    def address(self, stream: int) -> int:
         return stream
 
-    def record(self, stream: int) -> Counter[int]:  # type: ignore[override]
+    def record(self, stream: int) -> Counter[int]:
         return self.known[stream].copy()
 
-    def wait(self, stream: int, event: Counter[int]) -> None:  # type: ignore[override]
+    def wait(self, stream: int, event: Counter[int]) -> None:
         self.known[stream] |= event
 
-    def synchronize(self, event: Counter[int]) -> None:  # type: ignore[override]
+    def synchronize(self, event: Counter[int]) -> None:
         for known in self.known.values():
             known |= event
 
-    def is_over(self, event: Counter[int]) -> bool:  # type: ignore[override]
+    def is_over(self, event: Counter[int]) -> bool:
         return False
 
     def nanoseconds(self, first: Any, last: Any) -> int:

@@ -105,9 +105,12 @@ def check(path: Path) -> None:
         assert isinstance(parameter, DTensor), key
         assert isinstance(gradient, DTensor), key
         assert gradient.placements == parameter.placements, key
-        for ours, theirs in ((gradient, truths[key].grad), (parameter, truths[key])):
+        truth = truths[key].grad
+        assert truth is not None, key
+        pairs: tuple[tuple[DTensor, Tensor], ...] = ((gradient, truth), (parameter, truths[key]))
+        for ours, theirs in pairs:
             torch.testing.assert_close(
-                ours.detach().full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-6
+                ours.full_tensor().detach(), theirs.detach(), rtol=1e-4, atol=1e-6
             )
     if function == "fully_sharded":
         assert isinstance(model, FSDPModule)
