@@ -37,6 +37,7 @@ from stratagem.executor.program.numbered_meshes import all_meshes
 from stratagem.executor.program.programs import LOSS, Program, Stored, part_shape
 from stratagem.executor.resharding.seats import mesh_groups
 from stratagem.executor.state.batch_norm_counters import counters_of
+from stratagem.executor.state.gathered_results import gather_results
 from stratagem.executor.state.gradient_lists import (
     GradientChange,
     clipped,
@@ -142,7 +143,8 @@ class Interpreter:
             self._keep(stored, self._start[stored.value].clone())
         training = self.program.plan.training
         self.optimizer = make_optimizer(training, self.comm.device)
-        self.scale = LossScale() if training.scales_loss else None
+        trains = not self.program.graph.is_forward
+        self.scale = LossScale() if training.scales_loss and trains else None
 
     def value(self, stored: Stored) -> Tensor:
         """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
@@ -246,7 +248,8 @@ class Interpreter:
             name: _on(device, tensor) if name in self.reads else tensor
             for name, tensor in batch.items()
         }
-        self._memory.values.pop(LOSS, None)
+        for value in self.program.left:
+            self._memory.values.pop(value, None)
         self._memory.seed = 1.0 if self.scale is None else self.scale.value
 
     def settled(self) -> dict[str, Tensor]:
@@ -263,6 +266,10 @@ class Interpreter:
             if home.stage in self.mine.stages and home.stored.value in self._memory.values
         }
         return to_model(program.maps, collect(program, program.homes, parts, self.comm))
+
+    def results(self) -> dict[str, Tensor]:
+        """What the last step of a forward pass gave back, on rank 0; every rank calls this."""
+        return gather_results(self.program, self.settled(), self.comm)
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of a step that kept them, on rank 0; every rank calls this."""

@@ -12,13 +12,15 @@ from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
 class LossWriter:
     """Writes what the ranks of one stage do with the loss, if it is there.
 
-    `operator` is the number of the operator that makes it.
+    `operator` is the number of the operator that makes it; a forward pass has none.
     """
 
     def __init__(self, writer: Writer) -> None:
         context = writer.context
-        self.operator = context.graph.index[context.graph.loss]
+        self.operator = context.graph.index.get(context.graph.loss)
         self._writer = writer
+        if self.operator is None:
+            return
         output = context.graph.operators[self.operator].outputs[0]
         self._placements = output_placements(output, context.configs[self.operator])
         self._dtype = context.output_dtype(self.operator, 0)
@@ -30,7 +32,7 @@ class LossWriter:
     def bring_home(self) -> None:
         """Bring the sum over microbatches to all ranks of the loss's stage."""
         context = self._writer.context
-        if context.stage_of[self.operator] != self._writer.stage:
+        if self.operator is None or context.stage_of[self.operator] != self._writer.stage:
             return
         replicated = tuple(REPLICATE for _ in self._placements)
         if not context.plan.is_mirrored:

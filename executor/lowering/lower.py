@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stratagem.executor.lowering.forward_results import results_of
 from stratagem.executor.lowering.pass_writer import PassWriter
 from stratagem.executor.lowering.plan_context import Context
 from stratagem.executor.lowering.weight_uses import Weights, WeightUse
@@ -59,6 +60,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
         homes=weights.homes(),
         ranks=_ranks(contexts, weights),
         slices=tuple(each.part for each in contexts if each.part is not None),
+        results=results_of(context),
     )
 
 
@@ -87,6 +89,8 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_loss(context: Context) -> None:
+    if context.graph.is_forward:
+        return
     loss = context.graph.index[context.graph.loss]
     if not context.runs_backward[loss]:
         raise ValueError(
@@ -173,7 +177,7 @@ def _write(
         each.sum_homes(tied=True)
     norm = None
     training = context.plan.training
-    if training.clip_norm or training.scales_loss:
+    if (training.clip_norm or training.scales_loss) and not context.graph.is_forward:
         norm = "gradient norm"
         gradients = [found for each in parameters for found in each.gradients_at_home()]
         body.append(Norm(tuple(gradients), norm))
@@ -187,7 +191,8 @@ def _write(
         passes.loss.bring_home()
     stored = {one.value: one for each in parameters for one in each.stored()}
     whole = [*_sources(body, context), *body]
-    return tuple(stored.values()), _freed(whole, {*stored, LOSS})
+    results = [value for each in results_of(context) for value in each.values]
+    return tuple(stored.values()), _freed(whole, {*stored, LOSS, *results})
 
 
 def _check_groups(plan: Plan, graph: OperatorGraph) -> None:

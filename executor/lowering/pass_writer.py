@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stratagem.executor.lowering.conversion_writer import Writer
+from stratagem.executor.lowering.forward_results import value_of
 from stratagem.executor.lowering.loss_writer import LossWriter
 from stratagem.executor.lowering.operator_pieces import (
     Pieces,
@@ -284,9 +285,7 @@ class PassWriter:
         return f"{self._context.graph.operators[i].name} tape m{microbatch}"
 
     def _output(self, i: int, output: int, microbatch: int, *, again: bool = False) -> str:
-        name = self._context.graph.operators[i].name
-        number = f":{output}" if output else ""
-        return f"{name}{number}{' again' if again else ''} m{microbatch}"
+        return value_of(self._context.graph.operators[i].name, output, microbatch, again=again)
 
     def _made(self, edge: Edge, microbatch: int) -> str:
         return self._output(edge.producer, edge.output, microbatch)

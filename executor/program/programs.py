@@ -25,6 +25,7 @@ from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.graph.token_slices import TokenSlice
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.chain_shares import Share
 from stratagem.simulator.operators.operator import Layout, Operator, Parameter
 from stratagem.simulator.plan.plan import Plan, ranks_of
 from stratagem.simulator.sharding.tensor_parts import TensorPart
@@ -60,6 +61,33 @@ class Home:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a forward pass gives back, as the ranks of a stage have it when a step is over.
+
+    Attributes:
+        name: by which the user knows it.
+        stage: whose mesh it lies on.
+        layout: of its dims.
+        sizes: of its factors, in one microbatch.
+        samples: the factor that counts samples; None where none does.
+        placements: of its shards.
+        dtype: in which it is computed.
+        share: how the parts of microbatches make the whole.
+        values: what holds it, one for each microbatch.
+    """
+
+    name: str
+    stage: int
+    layout: Layout
+    sizes: tuple[int, ...]
+    samples: int | None
+    placements: Placements
+    dtype: str
+    share: Share
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RankProgram:
     """What one rank keeps, and what it does in a step.
 
@@ -84,7 +112,8 @@ class Program:
     `whole` is the graph of the whole batch, `graph` that of one microbatch; `homes` has every
     parameter that the program keeps. `maps` make the graph's parameters of the model's, where
     the plan has substitutions. With token `slices`, each of which has a graph of its own, `graph`
-    is that of the first, and `plan` has a choice for every prefix (see `token_slice_plan`).
+    is that of the first, and `plan` has a choice for every prefix (see `token_slice_plan`). A
+    forward pass has `results` instead of a loss.
     """
 
     plan: Plan
@@ -94,6 +123,12 @@ class Program:
     homes: tuple[Home, ...]
     ranks: tuple[RankProgram, ...]
     slices: tuple[TokenSlice, ...] = ()
+    results: tuple[Result, ...] = ()
+
+    @cached_property
+    def left(self) -> frozenset[str]:
+        """The values that stay when a step is over, beside what is stored."""
+        return frozenset((LOSS, *(value for each in self.results for value in each.values)))
 
     def slice_of(self, microbatch: int) -> TokenSlice | None:
         """The token slice of a pass (see `Context`); None where tokens are not sliced."""
@@ -131,7 +166,9 @@ class Program:
 
     @property
     def loss_rank(self) -> int:
-        """The first rank that holds the loss at the end of a step."""
+        """The first rank that holds the loss at the end of a step; 0 in a forward pass."""
+        if self.graph.is_forward:
+            return 0
         stage = self.plan.stage_of[self.graph.loss]
         return next(each.rank for each in self.ranks if stage in each.stages)
 

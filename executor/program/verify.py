@@ -10,7 +10,7 @@ from stratagem.executor.program.instructions import (
     Instruction,
     Receive,
 )
-from stratagem.executor.program.programs import LOSS, Program, RankProgram
+from stratagem.executor.program.programs import Program, RankProgram
 from stratagem.executor.program.replay import play, players
 
 
@@ -29,12 +29,12 @@ def verify(program: Program) -> None:
     """
     groups = players(program)
     for ranks in groups:
-        _check_values(program.ranks[ranks[0]])
+        _check_values(program.ranks[ranks[0]], program.left)
     for _ in play(program, groups):
         pass
 
 
-def _check_values(program: RankProgram) -> None:
+def _check_values(program: RankProgram, remains: frozenset[str]) -> None:
     kept = {stored.value for stored in program.stored}
     alive = set(kept)
     freed: set[str] = set()
@@ -47,7 +47,7 @@ def _check_values(program: RankProgram) -> None:
         if isinstance(instruction, Free):
             alive.difference_update(instruction.values)
             freed.update(instruction.values)
-    left = sorted(alive - kept - {LOSS})
+    left = sorted(alive - kept - remains)
     if left:
         raise ValueError(f"rank {program.rank} never frees {left[0]!r}")
 

@@ -47,6 +47,8 @@ class ExecutionResult(SavedValue):
             before they said it.
         gradients: whole gradients of the last step, by name; None unless asked for, and in a
             loaded result.
+        outputs: what the last step of a forward pass gave back, whole, by name, on rank 0; None of
+            training, and in a loaded result.
         first_step: how many steps the checkpoint had made that the run went on from.
         peak_bytes: per rank the most bytes that it held at once; empty unless asked for.
         no_graph: why steps were run one by one though a CUDA graph was asked for; empty otherwise.
@@ -70,6 +72,7 @@ class ExecutionResult(SavedValue):
     no_graph: str = ""
     wall_times: tuple[float, ...] = ()
     verdict: Verdict | None = None
+    outputs: Mapping[str, Tensor] | None = None
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -100,17 +103,26 @@ class ExecutionResult(SavedValue):
 
     @property
     def table(self) -> Table:
-        """Loss and time of every step."""
+        """Loss and time of every step; a forward pass has no loss."""
+        heading = f"{self.num_steps} steps of plan {self.plan}"
+        if not self.losses:
+            times = enumerate(self.step_times, start=self.first_step)
+            return Table(heading, {"step": Unit.COUNT, "time": Unit.SECONDS}, tuple(times))
         columns = {"step": Unit.COUNT, "loss": Unit.TEXT, "time": Unit.SECONDS}
         pairs = enumerate(zip(self.losses, self.step_times, strict=False), start=self.first_step)
         rows = tuple((number, f"{loss:.6g}", time) for number, (loss, time) in pairs)
-        return Table(f"{len(self.losses)} steps of plan {self.plan}", columns, rows)
+        return Table(heading, columns, rows)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made in this run."""
+        return len(self.losses) or len(self.step_times)
 
     def __repr__(self) -> str:
         where = "" if self.provenance is None else f" by {self.provenance}"
         loss = f", loss {self.losses[-1]:.4g}" if self.losses else ""
         time = f" of {format_duration(self.step_time)}" if self.step_times else ""
-        return f"<ExecutionResult of {self.plan!r}: {len(self.losses)} steps{time}{where}{loss}>"
+        return f"<ExecutionResult of {self.plan!r}: {self.num_steps} steps{time}{where}{loss}>"
 
     def _repr_html_(self) -> str:
         notes = [] if self.verdict is None else [self.verdict.sentence()]

@@ -52,13 +52,16 @@ def execute(
     timeout: float | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
-    """Train a model for some steps by a plan.
+    """Train a model for some steps by a plan, or run its forward pass.
 
     Example:
         >>> state, batch = model_state(model), {"x": x, "target": y}  # doctest: +SKIP
         >>> result = execute(plan, graph, state, batch)  # doctest: +SKIP
         >>> result.losses  # doctest: +SKIP
         (2.302,)
+
+    Of the forward pass of a model (``capture(…, forward=True)``), `outputs` of the result has what
+    the model returns for the last batch, whole.
 
     Args:
         plan: for `graph`.
@@ -76,8 +79,8 @@ def execute(
         show: shows progress, on the rank that knows the loss.
 
     Returns:
-        Everything with ``local``. Else timeline, parameters and gradients are complete on rank 0
-        only.
+        Everything with ``local``. Else timeline, parameters, gradients and outputs are complete on
+        rank 0 only.
 
     Raises:
         ValueError: when the plan cannot be executed (see `lower`), a parameter or input has
@@ -102,6 +105,7 @@ def execute(
         memory=memory,
         cuda_graph=cuda_graph,
     )
+    _check_forward(graph, options)
     batches = Batches(data, graph, seed=plan.seed, buffers=model_state)
     batches.at(0)
 
@@ -141,6 +145,21 @@ def prepare(plan: Plan, graph: OperatorGraph) -> Program:
     program = lower(plan, graph)
     verify(program)
     return program
+
+
+def _check_forward(graph: OperatorGraph, options: RunOptions) -> None:
+    """Refuse what a forward pass has nothing to do with, as it trains nothing."""
+    asked = {
+        "gradients": options.gradients,
+        "checkpoint": options.checkpoint is not None,
+        "resume": options.resume is not None,
+        "finite": options.finite,
+    }
+    for name in (name for name, wanted in asked.items() if graph.is_forward and wanted):
+        raise ValueError(
+            f"{graph.name!r} is a forward pass, which has no loss and trains nothing; leave out "
+            f"{name}="
+        )
 
 
 def check_world(program: Program, world_size: int) -> None:

@@ -52,6 +52,8 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
             f"the first {FIRST_STEPS} steps and the last one run instruction by instruction, so "
             f"{steps} steps leave none; run more"
         )
+    if interpreter.program.results:
+        return "a forward pass gives results back, which the next run of the graph would overwrite"
     if interpreter.scale is not None:
         return "in float16 the host asks in every step whether a gradient is not finite"
     on_device = isinstance(interpreter.random.draw, DeviceWords)

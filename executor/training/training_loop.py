@@ -347,6 +347,7 @@ class _Speed:
 
     def __init__(self, program: Program, start: int, steps: int) -> None:
         self._what, self._each = units_of(program.whole)
+        self._doing = "running" if program.graph.is_forward else "training"
         self._start, self._steps = start, steps
         self._begun = self._shown = time.monotonic()
 
@@ -357,13 +358,12 @@ class _Speed:
         self._shown = now
         each = (now - self._begun) / (done - self._start)
         left = each * (self._steps - done)
-        remark = (
-            f"step {done} of {self._steps}, loss {loss:.4g}, "
-            f"{self._each / each:,.0f} {self._what}/s"
-        )
+        told = "" if loss is None else f", loss {loss:.4g}"
+        speed = f"{self._each / each:,.0f} {self._what}/s"
+        remark = f"step {done} of {self._steps}{told}, {speed}"
         if left > 0:
             remark += f", {format_duration(left)} left"
-        show("training", done / self._steps, remark)
+        show(self._doing, done / self._steps, remark)
 
 
 class _Flight:
@@ -403,27 +403,36 @@ def _result(
     gradients: bool,
 ) -> ExecutionResult:
     comm, program = interpreter.comm, interpreter.program
-    everyone = tuple(range(comm.world_size))
-    own = None
-    if comm.rank == program.loss_rank:
-        known = [torch.as_tensor(each, dtype=torch.float64).cpu() for each in losses]
-        own = torch.stack(known).to(comm.device)
-    shared = comm.broadcast(own, (len(losses),), torch.float64, program.loss_rank, everyone)
     middle = median_index(tuple(times[number] for number, _ in timed))
     spans = _spans(interpreter, timed[middle][1])
-    parameters = interpreter.parameters()
-    if comm.rank == 0:
+    trains = not program.graph.is_forward
+    parameters = interpreter.parameters() if trains else {}
+    if comm.rank == 0 and trains:
         parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
     return ExecutionResult(
         plan=program.plan.name,
-        losses=tuple(shared.tolist()),
+        losses=_shared(losses, program, comm) if trains else (),
         step_times=times,
         timeline=timeline(program, spans),
         whole_parameters=parameters,
         provenance=provenance_of(comm, program.plan.training.formats.kernels),
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,
+        outputs=None if trains else interpreter.results(),
     )
+
+
+def _shared(
+    losses: Sequence[float | Tensor | None], program: Program, comm: Communicator
+) -> tuple[float, ...]:
+    """The losses on every rank, from the one that knows them."""
+    own = None
+    if comm.rank == program.loss_rank:
+        known = [torch.as_tensor(each, dtype=torch.float64).cpu() for each in losses]
+        own = torch.stack(known).to(comm.device)
+    everyone = tuple(range(comm.world_size))
+    shared = comm.broadcast(own, (len(losses),), torch.float64, program.loss_rank, everyone)
+    return tuple(shared.tolist())
 
 
 def _of_all(number: int, comm: Communicator) -> tuple[int, ...]:

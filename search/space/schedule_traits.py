@@ -131,7 +131,7 @@ def run_under(schedule: Schedule) -> Run:
         tuple(map(_most_waiting, schedule.orders)),
         schedule.homes,
         schedule.splits_backward,
-        _runs_ahead(schedule),
+        schedule.runs_ahead,
     )
 
 
@@ -244,17 +244,8 @@ def _traits(record: ScheduleRecord) -> Traits | None:
     return Traits(
         rounds,
         any(schedule.splits_backward for schedule in listed),
-        all(map(_runs_ahead, listed)),
+        all(schedule.runs_ahead for schedule in listed),
         rounds == 1 and all(more[: len(few)] == few for few, more in pairwise(held)),
-    )
-
-
-def _runs_ahead(schedule: Schedule) -> bool:
-    """Whether no rank goes back before it went forward for the last time."""
-    return not any(
-        after.kind is ActionKind.FORWARD and before.kind is not ActionKind.FORWARD
-        for order in schedule.orders
-        for before, after in pairwise(order)
     )
 
 

@@ -28,6 +28,7 @@ COLOURS = {
     Purpose.TENSORS: "#f2a23a",
     Purpose.BUFFERS: "#a5a5a5",
     Purpose.STASHED: "#173a5e",
+    Purpose.RESULTS: "#3f9c96",
 }
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""The operator graph: what a training step computes, with every dimension named.
+"""The operator graph: what a step computes, with every dimension named.
 
 An operator is a loop nest. Its `Dim`s are the loops, each of a SOAP kind, and a `Layout` says
 which loops index which tensor dimension. A tensor dimension may be the product of several loops,
@@ -23,6 +23,7 @@ from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.json_numbers import marked, unmarked
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
+from stratagem.simulator.operators.chain_shares import Share
 from stratagem.simulator.operators.gradient_paths import backward_runs, owners_of
 from stratagem.simulator.operators.kinds.sums_over_samples import (
     Added,
@@ -37,6 +38,7 @@ from stratagem.simulator.operators.operator import (
     DimKind,
     Edge,
     GraphInput,
+    GraphOutput,
     Input,
     Layout,
     Operator,
@@ -52,7 +54,10 @@ GRAPH_FORM = FileForm(version=1, remedy="capture the model again", format="strat
 
 @dataclass(frozen=True)
 class OperatorGraph(SavedValue):
-    """A training step: operators in topological order, ending in a scalar loss.
+    """A step: operators in topological order, ending in a scalar loss, or in what is given back.
+
+    A graph with a `loss` is a training step. One with `outputs` instead is a forward pass: none of
+    its parameters is trained, so nothing runs backward.
 
     Example:
         >>> from stratagem.simulator.graph.models import mlp
@@ -72,16 +77,19 @@ class OperatorGraph(SavedValue):
     parameters: tuple[Parameter, ...]
     operators: tuple[Operator, ...]
     loss: str
+    outputs: tuple[GraphOutput, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self)
         for operator in self.operators:
             _check_operator(self, operator)
         _check_ties(self)
-        if self.loss not in self.index:
+        if not self.outputs and self.loss not in self.index:
             raise ValueError(
                 f"graph {self.name!r}: the loss {self.loss!r} is not one of its operators"
             )
+        if self.outputs:
+            _check_forward(self)
 
     def __repr__(self) -> str:
         return (
@@ -100,6 +108,22 @@ class OperatorGraph(SavedValue):
         file = GRAPH_FORM.read(text, _GraphFile, what)
         with reading(what):
             return _with_attributes(file.graph, unmarked)
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether this is a forward pass, which trains nothing, and not a training step.
+
+        Example:
+            >>> from stratagem.simulator.graph.models import mlp
+            >>> mlp([8, 8], batch=4).is_forward
+            False
+        """
+        return bool(self.outputs)
+
+    @cached_property
+    def ends(self) -> frozenset[str]:
+        """The operators whose results are asked for: of the loss, or of what is given back."""
+        return frozenset(each.operator for each in self.outputs) or frozenset((self.loss,))
 
     @cached_property
     def readers(self) -> tuple[tuple[Edge, ...], ...]:
@@ -183,15 +207,15 @@ class OperatorGraph(SavedValue):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable scalars, tied ones counted once."""
-        return sum(math.prod(p.shape) for p in self.parameters if p.trainable)
+        """Number of trainable scalars, tied ones counted once; in a forward pass of all."""
+        counted = (p for p in self.parameters if p.trainable or self.is_forward)
+        return sum(math.prod(p.shape) for p in counted)
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over everything that decides what the graph computes (not its name)."""
-        text = repr(
-            (self.inputs, self.parameters, self.loss, *(_identity(o) for o in self.operators))
-        )
+        ends = (self.loss, *self.outputs)  # A training step has its loss alone.
+        text = repr((self.inputs, self.parameters, *ends, *(_identity(o) for o in self.operators)))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
@@ -303,6 +327,15 @@ class OperatorGraph(SavedValue):
         values = fewest_values(self)
         return tuple(n for n in divisors if n == 1 or values is None or values // n > 1)
 
+    def share_of(self, output: GraphOutput) -> Share:
+        """How a result comes together from those of microbatches: see `sums_over_samples`.
+
+        Where the whole batch is one microbatch, nothing has to.
+        """
+        return (
+            Share.SAME if self.whole_batch else self._parts.shares[self.index[output.operator]][0]
+        )
+
     @property
     def batch_norms(self) -> tuple[str, ...]:
         """Operators that normalise a microbatch by its own mean and variance."""
@@ -383,6 +416,28 @@ def _cut_samples(operator: Operator, parts: int, added: Added | None) -> Operato
         replace(d, size=d.size // parts) if d.kind is DimKind.SAMPLE else d for d in operator.dims
     )
     return replace(add_shares(operator, added, parts) if added else operator, dims=dims)
+
+
+def _check_forward(graph: OperatorGraph) -> None:
+    """A forward pass has no loss, gives back what its operators make, and trains nothing."""
+    where = f"graph {graph.name!r}"
+    if graph.loss:
+        raise ValueError(f"{where} has the loss {graph.loss!r} and outputs; leave out one of them")
+    for output in graph.outputs:
+        if output.operator not in graph.index:
+            raise ValueError(
+                f"{where}: output {output.name!r} is made by {output.operator!r}, which is not "
+                "one of its operators"
+            )
+    twice = [name for name, n in Counter(o.name for o in graph.outputs).items() if n > 1]
+    if twice:
+        raise ValueError(f"{where}: output name {twice[0]!r} is used twice")
+    trained = [parameter.name for parameter in graph.parameters if parameter.trainable]
+    if trained:
+        raise ValueError(
+            f"{where} has no loss, but parameter {trained[0]!r} is to be trained; say "
+            "trainable=False"
+        )
 
 
 def _check_names(graph: OperatorGraph) -> None:

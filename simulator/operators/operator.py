@@ -98,6 +98,14 @@ class GraphInput:
     sample_dim: int | None = 0
 
 
+@dataclass(frozen=True)
+class GraphOutput:
+    """What a forward pass gives back: the first output of `operator`, under the user's `name`."""
+
+    name: str
+    operator: str
+
+
 SOURCE_KIND = "source"
 """Kind of the operators that no gradient goes through: programs over the graph's inputs."""
 
@@ -196,7 +204,11 @@ class Operators(Protocol):
 
     @property
     def loss(self) -> str:
-        """The operator that makes the loss."""
+        """The operator that makes the loss; empty in a forward pass."""
+
+    @property
+    def outputs(self) -> tuple[GraphOutput, ...]:
+        """What a forward pass gives back; empty where there is a loss."""
 
     @property
     def index(self) -> dict[str, int]:

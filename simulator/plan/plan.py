@@ -249,6 +249,8 @@ class Plan(SavedValue):
                 f"search again for this model, batch and sequence length"
             )
         self._check_stages(graph)
+        if graph.is_forward:
+            self._check_forward(graph)
         for operator in graph.microbatch(self.num_microbatches).operators:
             stage = self.stages[self.stage_of[operator.name]]
             choice = stage.choices[operator.name]
@@ -309,6 +311,21 @@ class Plan(SavedValue):
         check_homes(where, [stage.mesh for stage in self.stages], self.make_schedule())
         for stage in self.stages:
             check_pins(where, {n: choice.config for n, choice in stage.choices.items()})
+
+    def _check_forward(self, graph: OperatorGraph) -> None:
+        """A forward pass keeps its results until all microbatches are through, tokens whole."""
+        where = f"plan {self.name!r} of the forward pass {graph.name!r}"
+        if num_slices(self.token_slices) > 1:
+            raise ValueError(
+                f"{where} has {num_slices(self.token_slices)} token slices, whose results nothing "
+                "puts together; choose 1"
+            )
+        schedule = self.make_schedule()
+        if not schedule.runs_ahead or schedule.update_every is not None:
+            raise ValueError(
+                f"{where} has schedule {self.schedule!r} of {self.num_microbatches} microbatches, "
+                "which waits for backward passes that are not there; choose 'gpipe'"
+            )
 
     def _check_stages(self, graph: OperatorGraph) -> None:
         listed = [name for stage in self.stages for name in stage.operators]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -151,6 +152,22 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward is run as an input gradient and a weight gradient."""
         return any(action.kind is ActionKind.INPUT_GRADIENT for action in self.rank_of)
+
+    @cached_property
+    def runs_ahead(self) -> bool:
+        """Whether no rank goes back before it went forward for the last time.
+
+        Example:
+            >>> Schedule.parse("rank 0: 0F0 0F1 0B0 0B1").runs_ahead
+            True
+            >>> Schedule.parse("rank 0: 0F0 0B0 0F1 0B1").runs_ahead
+            False
+        """
+        return not any(
+            after.kind is ActionKind.FORWARD and before.kind is not ActionKind.FORWARD
+            for order in self.orders
+            for before, after in pairwise(order)
+        )
 
     @cached_property
     def parts_updates(self) -> bool:

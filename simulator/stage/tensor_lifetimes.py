@@ -9,7 +9,8 @@ gradients of parameters run apart from those of inputs:
 
 A tensor lives from the place that makes it to the last that needs it. One that lives across n is
 an *activation*: it is held for every microbatch whose forward pass is over and whose backward pass
-is not. Its bytes are one look-up by the choices of at most two operators, like a task's duration,
+is not. What a forward pass gives back lives as activations do, until all microbatches are through.
+Its bytes are one look-up by the choices of at most two operators, like a task's duration,
 so that the search reads the same table.
 """
 
@@ -48,6 +49,7 @@ class Purpose(Enum):
     TENSORS = "tensors in use"
     BUFFERS = "communication buffers"
     STASHED = "older weights"
+    RESULTS = "results"
 
 
 class LivingTensor(NamedTuple):
@@ -381,7 +383,9 @@ class _LifetimeWriter:
         last = max([place, *(self.place[e.consumer] for e in reads)])
         last = last if inside else self.n - 1
         kept = self._kept_until(i, output)
-        if kept is None:
+        if self._is_given_back(i):
+            self._add(Purpose.RESULTS, i, nbytes, place, back)
+        elif kept is None:
             self._add(Purpose.TENSORS, i, nbytes, place, last)
         elif (alone := self._only_need(i, output)) is None:
             self._kept(i, None, nbytes, (place, last, kept), self._is_dropped(i, output))
@@ -393,6 +397,11 @@ class _LifetimeWriter:
             born = 2 * self.n - 1 - last + self._is_read_by_loss(reads, last)
             late = self._weight_place(i) if self._weighs(i) else back
             self._add(Purpose.TENSORS, i, nbytes, born, late)
+
+    def _is_given_back(self, i: int) -> bool:
+        """Whether a forward pass gives back what an operator makes, and so keeps it."""
+        graph = self.table.graph
+        return graph.is_forward and graph.names[i] in graph.ends
 
     def _is_read_by_loss(self, reads: Sequence[Edge], last: int) -> bool:
         """Whether the last reader is a loss, whose own row has all that its pass makes."""

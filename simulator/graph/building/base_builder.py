@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
 from stratagem.simulator.graph.building.sample_dims import settle_samples
 from stratagem.simulator.graph.building.whole_batch_values import WHOLE, sums_as_sources
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.operator import DimKind, GraphInput
+from stratagem.simulator.operators.operator import DimKind, GraphInput, GraphOutput
 from stratagem.simulator.operators.step_programs import (
     SOURCE_FUNCTIONS,
     STEP_FUNCTIONS,
@@ -191,26 +191,71 @@ class GraphBuilderBase:
                 f"graph {self.name!r}: the loss has shape {loss.shape}; it must be one number "
                 "made by an operator, such as the result of cross_entropy or reduce"
             )
-        sums_as_sources(live_drafts(self._drafts, made))
-        drafts = fuse_elementwise(live_drafts(self._drafts, made))
+        return self._built([made], lambda drafts: self._finish(drafts, made))
+
+    def build_forward(self, outputs: Mapping[str, DraftTensor]) -> OperatorGraph:
+        """The graph of a forward pass that gives back `outputs`; nothing of it is trained.
+
+        Each output is an operator of its own, which hands on what it reads as it is seen, so that
+        plans place it and convert to it as to any other.
+
+        Example:
+            >>> from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+            >>> b = GraphBuilder("layer")
+            >>> y = b.linear(b.input("x", (4, 8)), b.parameter("weight", (2, 8)), None)
+            >>> b.build_forward({"y": y}).outputs
+            (GraphOutput(name='y', operator='output.y'),)
+
+        Raises:
+            ValueError: there is no output, or an operator cannot be finished.
+        """
+        if not outputs:
+            raise ValueError(f"graph {self.name!r}: a forward pass must give something back")
+        ends = {name: self._handed_on(name, tensor) for name, tensor in outputs.items()}
+        for parameter in self._stored:
+            parameter.trainable = False
+        return self._built(
+            list(ends.values()), lambda drafts: self._finish(drafts, None, outputs=ends)
+        )
+
+    def _handed_on(self, name: str, tensor: DraftTensor) -> OperatorDraft:
+        handed = self.elementwise([tensor], [["alias", [["in", 0]]]], name=f"output.{name}")
+        assert isinstance(handed.node, OperatorDraft)
+        return handed.node
+
+    def _built(
+        self,
+        ends: Sequence[OperatorDraft],
+        finish: Callable[[Sequence[OperatorDraft]], OperatorGraph],
+    ) -> OperatorGraph:
+        sums_as_sources(live_drafts(self._drafts, ends))
+        drafts = fuse_elementwise(live_drafts(self._drafts, ends))
         drafts.sort(key=lambda draft: not draft.is_source)
         sampled = [given.name for given in self._inputs if given.sample_dim is not None]
         sampled.sort(key=lambda name: name == TARGETS)
         return settle_samples(
             drafts,
             [self._fed[name] for name in sampled],
-            lambda: self._finish(drafts, made),
+            lambda: finish(drafts),
         )
 
-    def _finish(self, drafts: Sequence[OperatorDraft], loss: OperatorDraft) -> OperatorGraph:
-        operators = finish_operators(drafts)  # it makes names unique, that of the loss too
+    def _finish(
+        self,
+        drafts: Sequence[OperatorDraft],
+        loss: OperatorDraft | None,
+        outputs: Mapping[str, OperatorDraft] | None = None,
+    ) -> OperatorGraph:
+        operators = finish_operators(drafts)  # it makes names unique, those of ends too
         read = {name for draft in drafts for name in _inputs_read(draft)}
         return OperatorGraph(
             name=self.name,
             inputs=tuple(map(self._settled, (each for each in self._inputs if each.name in read))),
             parameters=live_parameters(drafts, self._stored),
             operators=operators,
-            loss=loss.name,
+            loss="" if loss is None else loss.name,
+            outputs=tuple(
+                GraphOutput(name, draft.name) for name, draft in (outputs or {}).items()
+            ),
         )
 
     def _settled(self, given: GraphInput) -> GraphInput:

@@ -29,10 +29,12 @@ LeafNames = dict[int, str]
 """Names of an operator's dims, by the identity of their leaf factors."""
 
 
-def live_drafts(drafts: Sequence[OperatorDraft], loss: OperatorDraft) -> list[OperatorDraft]:
-    """The drafts that the loss depends on, in order."""
+def live_drafts(
+    drafts: Sequence[OperatorDraft], ends: Sequence[OperatorDraft]
+) -> list[OperatorDraft]:
+    """The drafts that the loss, or what is given back, depends on, in order."""
     needed: set[int] = set()
-    waiting = [loss]
+    waiting = [*ends]
     while waiting:
         draft = waiting.pop()
         if id(draft) not in needed:

@@ -175,7 +175,7 @@ def is_contraction(graph: OperatorGraph, operator: Operator, own: frozenset[str]
         bool(out_group(operator))
         and not any(operator.dim(name).whole for name in out_group(operator))
         and all(weight.parameter in own for weight in operator.weights)
-        and operator.name != graph.loss
+        and operator.name not in graph.ends
     )
 
 

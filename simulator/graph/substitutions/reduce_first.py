@@ -54,7 +54,7 @@ def _fits(graph: OperatorGraph, layer: Operator, reduction: Operator) -> bool:
     read, made = reduction.inputs[0], reduction.outputs[0]
     if (
         role_of(layer) is not OperatorRole.LAYER
-        or reduction.name == graph.loss
+        or reduction.name in graph.ends
         or len(graph.readers[graph.index[layer.name]]) > 1
         or read.select
         or read.order != tuple(range(len(read.order)))

@@ -114,8 +114,8 @@ def parts_of(graph: Operators, cuts: Cuts, what: str = "samples", *, apart: bool
                 if more is not None:
                     added[operator.name] = more
             shares.append(made)
-        share = shares[graph.index[graph.loss]][0]
-        if share is not SUM:
+        # What a forward pass gives back may be one for every sample, a sum, or the same.
+        if not graph.outputs and shares[graph.index[graph.loss]][0] is not SUM:
             raise _MixedError(f"the loss {graph.loss!r} is no sum over {what}")
     except _MixedError as problem:
         return Parts(str(problem), tuple(shares), batch_norms=tuple(norms))

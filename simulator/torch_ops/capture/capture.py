@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ def capture(
     targets: torch.Tensor | None = None,
     rules: Rules | None = None,
     fallback: bool = True,
+    forward: bool = False,
 ) -> OperatorGraph:
     """The operator graph of one training step of `model` on inputs like `args` and `kwargs`.
+
+    With `forward` that of its forward pass alone.
 
     Example:
         >>> with torch.device("meta"):  # doctest: +SKIP
@@ -44,6 +48,11 @@ def capture(
     without samples, called as in ``named_buffers``; other float buffers become parameters that are
     not trainable.
 
+    With `forward`, the graph is what ``model.eval()`` computes, and gives back every tensor of
+    what `model` returns: dropout is off, batch norms go by their running statistics, nothing is
+    trained. The tensors are called by their places in it, such as ``logits`` or ``0``; a single
+    one is called ``output``. The model is left in the mode in which it was.
+
     `rules` name classes of modules and what capture calls in the place of their forward, with the
     module before its arguments. There are rules for the mixtures of experts of transformers
     (`limit_capacity` says how many slots their experts have).
@@ -53,8 +62,14 @@ def capture(
 
     Raises:
         ValueError: the model cannot be followed, such as where it depends on values of tensors, or
-            returns no scalar. Names the aten operator, the module, the line and the shapes.
+            returns no scalar (with `forward`: no tensor). Names the aten operator, the module, the
+            line and the shapes.
     """
+    if forward and (loss is not None or targets is not None):
+        raise ValueError(
+            "capture: forward=True is the forward pass alone, which takes no loss= and no "
+            "targets=; leave out one or the other"
+        )
     given = _by_name(model, args, kwargs or {})
     root: nn.Module = model
     if loss is None and targets is not None:
@@ -70,12 +85,12 @@ def capture(
     prefix = "" if loss is None else "model."
     called = name or type(model).__name__
     try:
-        with exchanged(model, rules or {}):
-            exported = export(root, given, called, prefix)
+        with exchanged(model, rules or {}), _evaluating(model, forward):
+            exported = export(root, given, called, prefix, forward=forward)
         batch = _batch(exported)
         return Walker(
             exported, root, name=called, prefix=prefix, batch=batch, fallback=fallback
-        ).graph()
+        ).graph(forward=forward)
     except ValueError:
         raise
     except Exception as error:
@@ -83,6 +98,19 @@ def capture(
             f"capture of {called!r}: it could not be looked at ({type(error).__name__}: {error}); "
             "its forward must run under torch.export"
         ) from error
+
+
+@contextmanager
+def _evaluating(model: nn.Module, forward: bool) -> Iterator[None]:
+    """While it is open, `model` evaluates, if it is its `forward` pass that is asked for."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if forward:
+            model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class _WithLoss(nn.Module):

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,19 @@ _OWN = (Path(torch.__file__).parent, _PACKAGE, Path(sysconfig.get_path("stdlib")
 
 _FAKE_CONSTANT = "We found a fake tensor in the exported program constant's list"
 
+Returned = Callable[[Any], Any]
+
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """Those that tell at length what becomes one error here."""
 
 
 def export(
-    model: nn.Module, given: Mapping[str, Any], name: str, prefix: str = ""
+    model: nn.Module,
+    given: Mapping[str, Any],
+    name: str,
+    prefix: str = "",
+    *,
+    forward: bool = False,
 ) -> ExportedProgram:
     """The exported program of a model on inputs like `given`, of which values do not matter.
 
@@ -52,6 +59,8 @@ def export(
         given: its inputs.
         name: how errors call it.
         prefix: before the names of the user's modules, which errors leave out.
+        forward: whether it returns all tensors of what the model does, by name, and not its
+            scalars.
 
     Raises:
         ValueError: torch cannot follow the model, or a module counts its calls. Names the line,
@@ -59,13 +68,13 @@ def export(
     """
     _check_norms(model, name, prefix)
     with hooks_kept(model):
-        return _exported(model, given, name, prefix)
+        return _exported(model, given, name, prefix, _results if forward else _scalars)
 
 
 def _exported(
-    model: nn.Module, given: Mapping[str, Any], name: str, prefix: str
+    model: nn.Module, given: Mapping[str, Any], name: str, prefix: str, returned: Returned
 ) -> ExportedProgram:
-    program, before, after = _traced(model, given, name)
+    program, before, after = _traced(model, given, name, returned)
     for key in tensors_lost(before, after, program.constants):
         raise ValueError(
             f"capture of {name!r}: forward reads its {key.removeprefix(prefix)!r} and puts "
@@ -77,7 +86,7 @@ def _exported(
         # What is only noted is the same after a second call.
         try:
             put_back(model, after)
-            _, _, second = _traced(model, given, name)
+            _, _, second = _traced(model, given, name, returned)
         finally:
             put_back(model, before)
         counted = sorted(set(counted).intersection(words_changed(after, second)))
@@ -91,7 +100,7 @@ def _exported(
 
 
 def _traced(
-    model: nn.Module, given: Mapping[str, Any], name: str
+    model: nn.Module, given: Mapping[str, Any], name: str, returned: Returned
 ) -> tuple[ExportedProgram, Kept, Kept]:
     """The program, and what modules kept before and right behind their forward."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -101,7 +110,7 @@ def _traced(
     )
     before, after = kept(model), Kept()
     try:
-        with _watched(model, after), _in_few_words():
+        with _watched(model, after, returned), _in_few_words():
             return torch.export.export(model, (), examples, strict=False), before, after
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
@@ -176,18 +185,45 @@ class _Refusing(TorchFunctionMode):
         return made
 
 
-def _scalars(made: Any) -> tuple[torch.Tensor, ...]:
+def _scalars(made: Any) -> Any:
     """The numbers that a model returns, of which one is its loss: export knows not all else."""
     leaves = (each for each in pytree.tree_leaves(made) if isinstance(each, torch.Tensor))
-    return tuple(each for each in leaves if each.dim() == 0 and each.is_floating_point())
+    found = tuple(each for each in leaves if each.dim() == 0 and each.is_floating_point())
+    return found or made
+
+
+def _results(made: Any) -> Any:
+    """The tensors that a model returns, by name: `named_results`."""
+    return named_results(made)
+
+
+def named_results(made: Any) -> dict[str, torch.Tensor]:
+    """The tensors of what a model returns, by where they are in it.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> list(named_results(x)), list(named_results({"logits": x, "states": (x, x)}))
+        (['output'], ['logits', 'states.0', 'states.1'])
+    """
+    if isinstance(made, torch.Tensor):
+        return {"output": made}
+    leaves, _ = pytree.tree_flatten_with_path(made)
+    return {
+        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 _DATA = inspect.getattr_static(torch.Tensor, "data").__get__
 
 
 @contextmanager
-def _watched(model: nn.Module, after: Kept) -> Iterator[None]:
-    """While it is open, `model` refuses and notes in `after` what it keeps behind its forward."""
+def _watched(model: nn.Module, after: Kept, returned: Returned) -> Iterator[None]:
+    """While it is open, `model` refuses and notes in `after` what it keeps behind its forward.
+
+    It returns what `returned` makes of what it did.
+    """
     own = vars(model).get("forward")
     forward = model.forward
 
@@ -196,7 +232,7 @@ def _watched(model: nn.Module, after: Kept) -> Iterator[None]:
         with _Refusing():
             made = forward(*args, **kwargs)
         after.update(kept(model))
-        return _scalars(made) or made
+        return returned(made)
 
     vars(model)["forward"] = watched
     try:

@@ -6,15 +6,16 @@ import operator
 import re
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from stratagem.simulator.base.misspelt_names import nearest
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -92,8 +93,8 @@ class Walker:
         self._counters: frozenset[int] = frozenset()
         self._nodes: list[tuple[int, Node]] = []
 
-    def graph(self) -> OperatorGraph:
-        """The operator graph.
+    def graph(self, *, forward: bool = False) -> OperatorGraph:
+        """The operator graph, of a training step or of a forward pass.
 
         Raises:
             ValueError: see `capture`.
@@ -117,7 +118,11 @@ class Walker:
                 elif node.users:
                     values[node] = self._given(spec, node)
         output = self._walk(self._exported.graph_module, values)
-        return self._built(self._loss(output))
+        if not forward:
+            loss = self._loss(output)
+            return self._built(lambda: _frozen(self._builder.build(loss)))
+        results = self._results(output)
+        return self._built(lambda: self._builder.build_forward(results))
 
     def _parameter(self, name: str, node: Node, trainable: bool) -> DraftTensor:
         name = name.removeprefix(self._prefix)
@@ -164,6 +169,21 @@ class Walker:
             "return the loss from forward, or pass loss= and targets="
         )
 
+    def _results(self, output: Sequence[Any]) -> dict[str, DraftTensor]:
+        """What a forward pass gives back, by name, as `named_results` called it."""
+        kinds = [spec.kind for spec in self._exported.graph_signature.output_specs]
+        given = [
+            v for v, kind in zip(output, kinds, strict=True) if kind is OutputKind.USER_OUTPUT
+        ]
+        tree = self._exported.call_spec.out_spec
+        named = {} if tree is None else pytree.tree_unflatten(given, tree)
+        if not named:
+            raise ValueError(
+                f"capture of {self._builder.name!r}: the model returns no tensor; return what is "
+                "to be computed from forward"
+            )
+        return {name: self._handle(value) for name, value in named.items()}
+
     def _walk(self, module: GraphModule, values: dict[Node, Any]) -> Sequence[Any]:
         norms = find_rms_norms(module.graph)
         for node in module.graph.nodes:
@@ -191,10 +211,10 @@ class Walker:
         said = str(error) if isinstance(error, ValueError) else unexpected(error)
         raise ValueError(f"{self._describe(node)}: {said}") from error
 
-    def _built(self, loss: DraftTensor) -> OperatorGraph:
+    def _built(self, build: Callable[[], OperatorGraph]) -> OperatorGraph:
         """The graph; what is wrong with one of its operators is said with the operator's line."""
         try:
-            return _frozen(self._builder.build(loss))
+            return build()
         except Exception as error:
             numbers = map(self._builder.draft_number, _names_in(error))
             number = next((each for each in numbers if each is not None), None)
@@ -409,7 +429,7 @@ def _frozen(graph: OperatorGraph) -> OperatorGraph:
         f"capture of {graph.name!r}: no gradient of the loss reaches parameter {name!r}{more}, "
         "as what is made of it is detached or under torch.no_grad; a plan leaves it as it is, as "
         "torch does; requires_grad_(False) says so in the model",
-        stacklevel=5,
+        stacklevel=6,
     )
     kept = (replace(p, trainable=p.trainable and p.name not in names) for p in graph.parameters)
     return replace(graph, parameters=tuple(kept))

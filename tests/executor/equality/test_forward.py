@@ -1,0 +1,113 @@
+"""A plan of a forward pass gives back what the model returns when it evaluates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem.executor import execute, lower, model_state
+from stratagem.executor.program.instructions import Backward, Norm, Update
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import DimKind, Operator
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.forward_passes import CASES, ForwardCase, drawn_plan, forward_plan
+from tests.support.plans import drawing, sharding, whole
+
+SAMPLE, OUT = DimKind.SAMPLE.value, "out"
+
+
+def assert_gives_back(case: ForwardCase, plan: Plan) -> None:
+    result = execute(plan, case.graph, model_state(case.model), case.batch)
+    truth = case.truth()
+    assert result.outputs is not None
+    assert list(result.outputs) == list(truth)
+    for name, expected in truth.items():
+        torch.testing.assert_close(result.outputs[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("shapes", "kinds", "zero", "parts"),
+    [
+        ([(1,)], (None,), 0, 1),
+        ([(2,)], (SAMPLE,), 0, 2),
+        ([(2,)], (SAMPLE,), 3, 1),
+        ([(2,)], (OUT,), 0, 4),
+        ([(2, 2)], (SAMPLE, OUT), 0, 2),
+        ([(2,), (1,), (2,)], (SAMPLE,), 0, 4),
+    ],
+    ids=["one", "data", "sharded weights", "tensor", "both", "pipeline"],
+)
+def test_ways_to_divide_it(
+    name: str, shapes: list[tuple[int, ...]], kinds: tuple[str, ...], zero: int, parts: int
+) -> None:
+    case = CASES[name]()
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        return sharding(*kinds[: len(shape)], zero=zero)(operator, shape)
+
+    assert_gives_back(case, forward_plan(case.graph, shapes, choose, num_microbatches=parts))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", CASES)
+def test_any_plan_gives_it_back(name: str, seed: int) -> None:
+    case = CASES[name]()
+    assert_gives_back(case, drawn_plan(case.graph, seed, drawing))
+
+
+def test_nothing_runs_backward_and_nothing_is_updated() -> None:
+    case = CASES["encoder"]()
+    training = Training(clip_norm=1.0)
+    plan = forward_plan(case.graph, [(2,)], sharding(SAMPLE), training=training)
+    program = lower(plan, case.graph)
+    done = [each for rank in program.ranks for each in rank.instructions]
+    assert done
+    assert not [each for each in done if isinstance(each, Backward | Update | Norm)]
+
+
+def test_the_last_of_several_batches_is_given_back() -> None:
+    case = CASES["layers"]()
+    plan = forward_plan(case.graph, [(2,)], sharding(SAMPLE))
+    batches = [{"input": torch.randn(12, 10)} for _ in range(3)]
+    result = execute(plan, case.graph, model_state(case.model), batches, steps=3)
+    assert result.outputs is not None
+    with torch.no_grad():
+        torch.testing.assert_close(result.outputs["output"], case.model(batches[-1]["input"]))
+    assert (result.losses, result.num_steps) == ((), 3)
+    assert "3 steps" in repr(result)
+    assert len(result.table.rows) == 3
+
+
+def test_parameters_are_held_in_the_precision_of_the_plan() -> None:
+    case = CASES["layers"]()
+    plan = forward_plan(case.graph, [(2,)], sharding(SAMPLE), training=Training("bfloat16"))
+    result = execute(plan, case.graph, model_state(case.model), case.batch)
+    assert result.outputs is not None
+    model = CASES["layers"]().model.to(torch.bfloat16)
+    expected = model(case.batch["input"].to(torch.bfloat16)).detach()
+    model.float()
+    torch.testing.assert_close(result.outputs["output"], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_what_only_training_has_is_refused() -> None:
+    case = CASES["layers"]()
+    plan = forward_plan(case.graph, [(1,)], whole)
+    with pytest.raises(ValueError, match=r"trains nothing; leave out gradients="):
+        execute(plan, case.graph, model_state(case.model), case.batch, gradients=True)
+
+
+def test_a_module_that_evaluates_is_captured_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model[1].eval()
+    modes = [module.training for module in model.modules()]
+    graph = capture(model, (torch.randn(6, 4),), forward=True)
+    assert [module.training for module in model.modules()] == modes
+    assert [operator.kind for operator in graph.operators[1:]] == [
+        "linear",
+        "batch_norm",
+        "elementwise",
+    ]
