@@ -23,6 +23,7 @@ from stratagem.searcher.processes.garbage_collection import seldom_collected
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
+from stratagem.searcher.space.schedule_traits import schedules_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
 from stratagem.simulator.base.misspelt_names import unknown
@@ -68,6 +69,8 @@ def search(
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
 
+    Or to run it, where it is a forward pass.
+
     Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
     bounded by what it computes; those that no bound excludes are ranked by known strategies. Of
     the best, and of those with the weakest bounds, the bound is sharpened (`cutting_planes`). On
@@ -98,7 +101,7 @@ def search(
         seed: of every random number.
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
-            1F1B is searched, and baselines may have others.
+            1F1B is searched, and baselines may have others. A forward pass has ``"gpipe"`` only.
         zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
             out.
         num_skeletons: how many skeletons are searched, one or more; of small models others that
@@ -289,7 +292,7 @@ def _search_graph(
 ) -> SearchResult:
     """`search` on one graph."""
     graph, cluster = situation.graph, situation.cluster
-    schedules = wishes.schedules or ("1f1b",)
+    schedules = schedules_of(graph, wishes.schedules)
     zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)

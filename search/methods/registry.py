@@ -111,7 +111,7 @@ def _pipedream_stashing(situation: Situation) -> Iterator[Plan]:
     They make an update a microbatch, so they are shown beside the others, and no search takes one
     for its result.
     """
-    for plan in _pipedream(situation):
+    for plan in () if situation.graph.is_forward else _pipedream(situation):
         own = replace(plan, name="PipeDream asynchronous", schedule="pipedream")
         if len(own.stages) > 1 and _can_stash(own, situation.graph):
             yield own
@@ -138,6 +138,8 @@ def _dapple(situation: Situation) -> Iterator[Plan]:
 def _chimera(situation: Situation) -> Iterator[Plan]:
     """Chimera (Li and Hoefler 2021): two opposite pipelines of stages as equal as they can be,
     replicated as they are; all is recomputed where nothing fits without."""
+    if situation.graph.is_forward:
+        return  # Its two directions share one backward pass.
     plans = pipeline_plans(situation, "chimera", "Chimera")
     yield from (found.plan for found in simulate_family(situation, plans))
 

@@ -100,7 +100,7 @@ def baseline(
 def simulate_family(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
     """Plans of one strategy; with full recompute, too, where none of them fits."""
     simulated = [situation.simulate(plan) for plan in plans]
-    if any(simulation.fits for simulation in simulated):
+    if any(simulation.fits for simulation in simulated) or situation.graph.is_forward:
         return simulated
     return simulated + [situation.simulate(_recomputed(situation, plan)) for plan in plans]
 
@@ -148,7 +148,8 @@ def _families(
     for name, sequence in (("Megatron tensor", False), ("Megatron tensor + sequence", True)):
         found[name] = whole(name, _tensor_meshes, tensor(sequence))
     if pipelines:
-        for each in dict.fromkeys(("gpipe", "1f1b", schedule)):
+        tried = (schedule,) if situation.graph.is_forward else ("gpipe", "1f1b", schedule)
+        for each in dict.fromkeys(tried):
             name = f"{record_of(each).title} pipeline"
             found[name] = partial(pipeline_plans, situation, each, name)
     return found

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.schedules.actions import (
     Action,
@@ -83,6 +84,39 @@ def searched_schedules() -> tuple[str, ...]:
         ('gpipe', '1f1b', 'interleaved', 'zb-h1')
     """
     return tuple(name for name, record in SCHEDULES.items() if _traits(record) is not None)
+
+
+FORWARD_SCHEDULE = "gpipe"
+"""That of forward passes: all microbatches one after the other, and nothing to go back for."""
+
+
+def schedules_of(
+    graph: OperatorGraph, wanted: Sequence[str] | None, default: str = "1f1b"
+) -> tuple[str, ...]:
+    """The schedules under which pipelines of a graph are searched.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> schedules_of(mlp([8, 8], batch=4), None)
+        ('1f1b',)
+
+    Args:
+        graph: of a training step, or of a forward pass, which has one schedule only.
+        wanted: those that are asked for; None where none is.
+        default: the one that is taken then for training.
+
+    Raises:
+        ValueError: a forward pass is to have another schedule than its own.
+    """
+    if not graph.is_forward:
+        return tuple(wanted or (default,))
+    other = [name for name in wanted or () if name != FORWARD_SCHEDULE]
+    if other:
+        raise ValueError(
+            f"{graph.name!r} is a forward pass, in which schedule {other[0]!r} would wait for "
+            f"backward passes that are not there; choose {FORWARD_SCHEDULE!r}, or leave it out"
+        )
+    return (FORWARD_SCHEDULE,)
 
 
 def traits_of(schedule: str) -> Traits:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stratagem.searcher.processes.search_clock import SearchClock
+from stratagem.searcher.space.schedule_traits import FORWARD_SCHEDULE
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -97,11 +98,25 @@ class Situation:
         known = self._recent.get(id(plan))
         if known is not None and known.plan is plan:
             return known
-        made = simulate_plan(plan, self.graph, self.costs, memory=self.memory)
+        made = simulate_plan(
+            as_forward(plan, self.graph), self.graph, self.costs, memory=self.memory
+        )
         if len(self._recent) >= REMEMBERED_SIMULATIONS:
             del self._recent[next(iter(self._recent))]
         self._recent[id(plan)] = made
         return made
+
+
+def as_forward(plan: Plan, graph: OperatorGraph) -> Plan:
+    """A plan of a forward pass under the schedule of such; one of training as it is.
+
+    Methods say how they train. Forward, pipelines of one stage a rank pass microbatches on one
+    after the other, whatever order their backward passes would have had.
+    """
+    plain = plan.num_ranks == len(plan.stages) and not plan.is_mirrored
+    if not graph.is_forward or plan.has_own_orders or not plain:
+        return plan
+    return replace(plan, schedule=FORWARD_SCHEDULE)
 
 
 def rank(simulation: Simulation) -> tuple[float, float]:

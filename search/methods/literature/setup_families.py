@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from stratagem.searcher.space.schedule_traits import schedules_of
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import expert_dims, expert_ways, left_whole, tensor_dims
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -43,7 +44,8 @@ def megatron_setups(situation: Situation) -> Iterator[TrainingSetup]:
         for pipeline in _divisors(total // tensor):
             if layers % pipeline:
                 continue
-            for rounds in range(1, MAX_VIRTUAL_STAGES + 1):
+            most = 1 if situation.graph.is_forward else MAX_VIRTUAL_STAGES
+            for rounds in range(1, most + 1):
                 if layers % (pipeline * rounds) or (rounds > 1 and pipeline == 1):
                     continue
                 yield from _variants(situation, tensor, pipeline, rounds)
@@ -60,7 +62,7 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
     if stage not in (1, 2, 3):
         raise ValueError(f"DeepSpeed has ZeRO stages 1, 2 and 3, not {stage}")
     for tensor, microbatch, policy in itertools.product(
-        _tensor_ways(situation), _microbatches(situation), RECOMPUTE_POLICIES
+        _tensor_ways(situation), _microbatches(situation), _policies(situation)
     ):
         if tensor == situation.cluster.num_devices:
             continue  # Nothing is data parallel.
@@ -68,6 +70,7 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
             microbatch=microbatch,
             tensor=tensor,
             training=situation.training,
+            schedule=schedules_of(situation.graph, None)[0],
             zero=stage,
             recompute=policy,
         )
@@ -83,7 +86,7 @@ def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
     if not expert_dims(situation.graph):
         return
     for tensor, microbatch, policy, zero in itertools.product(
-        _tensor_ways(situation), _microbatches(situation), RECOMPUTE_POLICIES, (0, 1)
+        _tensor_ways(situation), _microbatches(situation), _policies(situation), (0, 1)
     ):
         data = situation.cluster.num_devices // tensor
         expert = max(expert_ways(situation.graph, data))
@@ -93,6 +96,7 @@ def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
             microbatch=microbatch,
             tensor=tensor,
             training=situation.training,
+            schedule=schedules_of(situation.graph, None)[0],
             zero=zero,
             recompute=policy,
             expert=expert,
@@ -104,7 +108,7 @@ def _variants(
 ) -> Iterator[TrainingSetup]:
     data = situation.cluster.num_devices // (tensor * pipeline)
     for microbatch, policy, sequence in itertools.product(
-        _microbatches(situation, data), RECOMPUTE_POLICIES, (False, True)
+        _microbatches(situation, data), _policies(situation), (False, True)
     ):
         parts = situation.graph.batch // (data * microbatch)
         if (sequence and tensor == 1) or (rounds > 1 and parts % pipeline):
@@ -115,10 +119,16 @@ def _variants(
             pipeline=pipeline,
             virtual_stages=rounds,
             training=situation.training,
+            schedule=schedules_of(situation.graph, None)[0],
             recompute=policy,
             sequence_parallel=sequence,
             inputs_first=tensor > 1 and not sequence,
         )
+
+
+def _policies(situation: Situation) -> tuple[str, ...]:
+    """What may be recomputed; a forward pass keeps nothing that could be."""
+    return ("none",) if situation.graph.is_forward else RECOMPUTE_POLICIES
 
 
 def _tensor_ways(situation: Situation) -> list[int]:
