@@ -33,6 +33,7 @@ from stratagem.executor.resharding.seats import box_shape, cut, cut_part
 from stratagem.executor.state.batch_norm_counters import as_tensors
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
+from stratagem.simulator.kernel_times.training import AVERAGE
 from stratagem.simulator.sharding.tensor_parts import (
     Box,
     TensorPart,
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from stratagem.executor.interpreter.interpreter import Interpreter
 
 
-def load_checkpoint(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
+def load_checkpoint(
+    path: str | Path, model: nn.Module | None = None, *, averages: bool = False
+) -> dict[str, Tensor]:
     """The parameters and buffers of a checkpoint as whole tensors of plain torch, by name.
 
     Example:
@@ -56,6 +59,7 @@ def load_checkpoint(path: str | Path, model: nn.Module | None = None) -> dict[st
     Args:
         path: folder of a checkpoint, or of a run's checkpoints: the last one is taken.
         model: where to put them, too.
+        averages: of trained parameters instead of these, where the run kept them.
 
     Returns:
         Every tensor under the name that it has in the model; what training neither reads nor
@@ -63,13 +67,21 @@ def load_checkpoint(path: str | Path, model: nn.Module | None = None) -> dict[st
 
     Raises:
         ValueError: when there is no complete checkpoint, a file of it is missing or damaged, or
-            `model` has other parameters.
+            `model` has other parameters, or there are no averages.
     """
     with Checkpoint(find_checkpoint(path)) as checkpoint:
         checkpoint.check_files()
         checkpoint.check_hashes()
+        if averages and AVERAGE not in checkpoint.index.states:
+            raise ValueError(
+                f"checkpoint {checkpoint.folder} has no averages of parameters; train with "
+                'sg.Training(average="exponential"), or leave averages out'
+            )
         whole = {
-            tensor.name: checkpoint.whole(PARAMETER, tensor) for tensor in checkpoint.index.tensors
+            tensor.name: checkpoint.whole(
+                AVERAGE if averages and tensor.trained else PARAMETER, tensor
+            )
+            for tensor in checkpoint.index.tensors
         }
         state = to_model(checkpoint.index.maps, whole) | as_tensors(checkpoint.index.counters)
     if model is not None:

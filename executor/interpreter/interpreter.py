@@ -26,12 +26,14 @@ from stratagem.executor.program.instructions import (
     Free,
     Instruction,
     Join,
+    Measure,
     Norm,
     Receive,
     Send,
     Source,
     Stash,
     Update,
+    Updated,
 )
 from stratagem.executor.program.numbered_meshes import all_meshes
 from stratagem.executor.program.programs import LOSS, Program, Stored, part_shape
@@ -44,10 +46,12 @@ from stratagem.executor.state.gradient_lists import (
     handfuls,
     sum_of_squares,
 )
+from stratagem.executor.state.lamb import Lamb
 from stratagem.executor.state.loss_scale import LossScale
 from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
+from stratagem.simulator.kernel_times.training import AVERAGE
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import factor_sizes
@@ -271,6 +275,14 @@ class Interpreter:
         """What the last step of a forward pass gave back, on rank 0; every rank calls this."""
         return gather_results(self.program, self.settled(), self.comm)
 
+    def averages(self) -> dict[str, Tensor]:
+        """Whole averages of the trained parameters on rank 0; every rank calls this."""
+        trained = tuple(home for home in self.program.homes if home.trained)
+        names = [home.stored.parameter for home in trained]
+        states = {name: self.optimizer.state(name) for name in names}
+        parts = {name: state[AVERAGE] for name, state in states.items() if AVERAGE in state}
+        return to_model(self.program.maps, collect(self.program, trained, parts, self.comm))
+
     def whole_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of a step that kept them, on rank 0; every rank calls this."""
         assert self.gradients is not None
@@ -310,6 +322,8 @@ class Interpreter:
                 return transfer_actions.receive(instruction, self._ports, memory)
             case Norm():
                 return self._norm(instruction)
+            case Measure():
+                return self._measure(instruction)
             case Stash():
                 return transfer_actions.stash(instruction, memory)
             case Update():
@@ -365,6 +379,45 @@ class Interpreter:
 
         return run
 
+    def _measure(self, instruction: Measure) -> Action:
+        """What adds up the squares of all parameters and of their updates."""
+        values, comm = self._memory.values, self.comm
+        row = {name: number for number, name in enumerate(instruction.names)}
+        here, everyone = instruction.parameters, tuple(range(comm.world_size))
+        named = [each.updated for each in here]
+        counted = [
+            each.counts and self._parts.seats[each.stage].is_first(each.placements)
+            for each in here
+        ]
+
+        def run() -> None:
+            rows = torch.zeros((len(row), 2), dtype=torch.float64, device=comm.device)
+            optimizer = self.optimizer
+            assert isinstance(optimizer, Lamb), "only LAMB asks for norms"
+            if not self._overflowed and named:
+                norm = None if instruction.norm is None else values[instruction.norm]
+                squares = [
+                    optimizer.measure(self._scaled(handful, norm))
+                    for handful in handfuls(self._changes(named))
+                ]
+                for each, counts, square in zip(named, counted, torch.cat(squares), strict=True):
+                    if counts:
+                        rows[row[each.parameter]] = square
+            whole = values[instruction.value] = comm.all_reduce(rows, everyone)
+            optimizer.squares = {each.parameter: whole[row[each.parameter]] for each in named}
+
+        return run
+
+    def _changes(self, named: Sequence[Updated]) -> list[GradientChange]:
+        """How parameters are to be changed: where they are trained in float32, those follow."""
+        values, masters = self._memory.values, self._masters
+        return [
+            GradientChange(each.parameter, values[each.value], values[each.gradient])
+            if (master := masters.get(each.value)) is None
+            else GradientChange(each.parameter, master, values[each.gradient], values[each.value])
+            for each in named
+        ]
+
     def _update(self, instructions: Sequence[Update]) -> Action:
         """What updates the parameters of some operators, a handful of them at a time."""
         named = [each for update in instructions for each in update.parameters]
@@ -372,17 +425,9 @@ class Interpreter:
         norm = instructions[0].norm
 
         def run() -> None:
-            values, masters = self._memory.values, self._masters
-            changes = [
-                GradientChange(each.parameter, values[each.value], values[each.gradient])
-                if (master := masters.get(each.value)) is None
-                else GradientChange(
-                    each.parameter, master, values[each.gradient], values[each.value]
-                )
-                for each in named
-            ]
-            for handful in handfuls(changes):
-                scaled = self._scaled(handful, None if norm is None else values[norm])
+            length = None if norm is None else self._memory.values[norm]
+            for handful in handfuls(self._changes(named)):
+                scaled = self._scaled(handful, length)
                 if self.gradients is not None:
                     for change in scaled:
                         self._keep_gradient(change.name, change.gradient, shares[change.name])

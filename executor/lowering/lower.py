@@ -8,7 +8,14 @@ from stratagem.executor.lowering.forward_results import results_of
 from stratagem.executor.lowering.pass_writer import PassWriter
 from stratagem.executor.lowering.plan_context import Context
 from stratagem.executor.lowering.weight_uses import Weights, WeightUse
-from stratagem.executor.program.instructions import Forward, Free, Instruction, Norm, Source
+from stratagem.executor.program.instructions import (
+    Forward,
+    Free,
+    Instruction,
+    Measure,
+    Norm,
+    Source,
+)
 from stratagem.executor.program.programs import LOSS, Program, RankProgram, Stored
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
@@ -181,6 +188,10 @@ def _write(
         norm = "gradient norm"
         gradients = [found for each in parameters for found in each.gradients_at_home()]
         body.append(Norm(tuple(gradients), norm))
+    if training.measures_updates:
+        names = tuple(each.name for each in context.graph.parameters if each.trainable)
+        measured = [found for each in parameters for found in each.measured()]
+        body.append(Measure(tuple(measured), names, norm, "norms of updates"))
     for each in parameters:
         each.update(norm)
     for each in parameters:
@@ -207,10 +218,11 @@ def _check_groups(plan: Plan, graph: OperatorGraph) -> None:
             other names.
     """
     groups = plan.training.groups
-    if groups and plan.substitutions:
+    if plan.training.goes_by_parameters and plan.substitutions:
+        named = f"group {groups[0].names[0]!r}" if groups else f"{plan.training.optimizer!r}"
         raise ValueError(
-            f"plan {plan.name!r} rewrites its graph, whose parameters then have other names than "
-            f"group {groups[0].names[0]!r} says; leave substitutions or groups out"
+            f"plan {plan.name!r} rewrites its graph, whose parameters then are others than those "
+            f"that {named} goes by; leave out substitutions, or groups and lamb"
         )
     for group in groups:
         if not any(group.holds(each.name) for each in graph.parameters):

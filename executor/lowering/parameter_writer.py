@@ -22,6 +22,7 @@ from stratagem.executor.program.instructions import (
     Bundle,
     Convert,
     Instruction,
+    Measured,
     Stash,
     Update,
     Updated,
@@ -212,6 +213,19 @@ class ParameterWriter:
             if use.use is ParameterUse.OWNED and self._writer.holds(use.home)
         ]
 
+    def measured(self) -> list[Measured]:
+        """What this rank updates, as it is to be measured before."""
+        counts = not self._writer.context.upward
+        return [
+            Measured(self._updated(use, -1), use.owner_stage, use.home, counts)
+            for i in self._ready
+            for use in self._weights.of[i]
+            if use.use is ParameterUse.OWNED and self._writer.holds(use.home)
+        ]
+
+    def _updated(self, use: WeightUse, microbatch: int) -> Updated:
+        return Updated(use.parameter, use.home_value, self._total(use, microbatch))
+
     def update(self, norm: str | None) -> None:
         """Update every parameter that this stage owns, and bring it to its users here."""
         for i in self._ready:
@@ -360,10 +374,7 @@ class ParameterWriter:
         owned = [use for use in self._weights.of[i] if use.use is ParameterUse.OWNED]
         here = [use for use in owned if self._writer.holds(use.home)]
         if here:
-            parameters = tuple(
-                Updated(use.parameter, use.home_value, self._total(use, microbatch))
-                for use in here
-            )
+            parameters = tuple(self._updated(use, microbatch) for use in here)
             share = 1 / len(self._updates)
             self._writer.write(Update(self._name(i), parameters, norm, share))
         done = {use.home_value for use in owned}

@@ -435,6 +435,53 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A parameter whose update needs norms: how it is updated, and how it lies in a stage.
+
+    What several ranks have counts once; what lies at two homes `counts` at the first.
+    """
+
+    updated: Updated
+    stage: int
+    placements: Placements
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The norms of all parameters and of what they would be updated by, which LAMB asks for.
+
+    Every rank lets its optimizer see the gradients of what it has, with a `norm` as in `Update`,
+    and the ranks add up squares, a row for each of the model's `names`.
+    """
+
+    parameters: tuple[Measured, ...]
+    names: tuple[str, ...]
+    norm: str | None
+    value: str
+
+    kind = TaskKind.OTHER
+    task = "norms of updates"
+    microbatch = -1
+    meetings = (Meeting(EVERYONE, 0, "norms of updates"),)
+
+    def __str__(self) -> str:
+        return self.task
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        norm = () if self.norm is None else (self.norm,)
+        each = (one.updated for one in self.parameters)
+        return (*(v for one in each for v in (one.value, one.gradient)), *norm)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return (self.value,)
+
+
+@dataclass(frozen=True)
 class Update:
     """Let the optimizer change an operator's parameters in place, at home.
 
@@ -525,6 +572,7 @@ Instruction = (
     | Send
     | Receive
     | Norm
+    | Measure
     | Stash
     | Update
     | Free
@@ -533,6 +581,6 @@ Instruction = (
 
 def meetings_of(instruction: Instruction) -> tuple[Meeting, ...]:
     """The collectives inside an instruction, in order."""
-    if isinstance(instruction, (Forward, Backward, Convert, Bundle, Norm)):
+    if isinstance(instruction, (Forward, Backward, Convert, Bundle, Norm, Measure)):
         return instruction.meetings
     return ()

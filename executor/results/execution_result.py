@@ -43,6 +43,7 @@ class ExecutionResult(SavedValue):
             to its last instruction; of steps whose instructions are not timed, as `wall_times`.
         timeline: of a step with the median time, measured.
         whole_parameters: see `parameters`; None in a loaded result.
+        whole_averages: see `averages`; None in a loaded result, and where none are kept.
         provenance: what ran it: backend, devices, precision and versions; None in files from
             before they said it.
         gradients: whole gradients of the last step, by name; None unless asked for, and in a
@@ -73,6 +74,7 @@ class ExecutionResult(SavedValue):
     wall_times: tuple[float, ...] = ()
     verdict: Verdict | None = None
     outputs: Mapping[str, Tensor] | None = None
+    whole_averages: Mapping[str, Tensor] | None = None
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -87,6 +89,21 @@ class ExecutionResult(SavedValue):
                 "the run: sg.load_checkpoint(folder)"
             )
         return self.whole_parameters
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """Whole averages of the trained parameters after the steps, by name.
+
+        Raises:
+            ValueError: of a loaded result, whose file has none, or where the training keeps none.
+        """
+        if self.whole_averages is None:
+            raise ValueError(
+                f"the result of plan {self.plan!r} has no averages of parameters: train with "
+                'sg.Training(average="exponential"), and take those of a loaded result from a '
+                "checkpoint: sg.load_checkpoint(folder, averages=True)"
+            )
+        return self.whole_averages
 
     @property
     def backend(self) -> str:

@@ -409,12 +409,14 @@ def _result(
     parameters = interpreter.parameters() if trains else {}
     if comm.rank == 0 and trains:
         parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
+    averages = interpreter.averages() if program.plan.training.average else None
     return ExecutionResult(
         plan=program.plan.name,
         losses=_shared(losses, program, comm) if trains else (),
         step_times=times,
         timeline=timeline(program, spans),
         whole_parameters=parameters,
+        whole_averages=averages,
         provenance=provenance_of(comm, program.plan.training.formats.kernels),
         gradients=interpreter.whole_gradients() if gradients else None,
         first_step=start,

@@ -212,10 +212,16 @@ def _rewritten(
 ) -> tuple[list[Rewritten], dict[str, str]]:
     """The best graphs that compute the same but are not the model's own.
 
-    Those on which the constraints cannot be held are left out, and counted by reason.
+    Those on which the constraints cannot be held are left out, and counted by reason; all of them
+    where training goes by the parameters of the model.
     """
     if count == 0:
         return [], {}
+    if situation.training.goes_by_parameters:
+        why = (
+            "rewritten graphs left out: their parameters are others than those that training names"
+        )
+        return [], {why: "all"}
     bound, left_out = wishes.bind(situation.graph), Counter[str]()
 
     def score(graph: OperatorGraph) -> float:

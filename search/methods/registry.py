@@ -164,6 +164,8 @@ def _unity(situation: Situation) -> Iterator[Plan]:
         here = replace(situation, graph=graph)
         return min(here.simulate(plan).step_time for plan in _strategies(here, meshes))
 
+    if situation.training.goes_by_parameters:  # Such a plan could not be executed.
+        return
     found = rewritings(situation.graph, score, limit=UNITY_GRAPHS)
     for rewriting in found[:2]:
         steps = rewriting.rewritten.steps

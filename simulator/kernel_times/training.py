@@ -22,8 +22,15 @@ OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
     "sgd": (),
     "adam": ("mean", "square"),
     "lion": ("mean",),
+    "lamb": ("mean", "square"),
 }
 """What an optimizer keeps of each parameter, unless it is told to keep more."""
+
+AVERAGE = "average"
+"""The state of a parameter that is its average."""
+
+AVERAGES = ("", "equal", "exponential")
+"""How parameters may be averaged from step to step: not at all, alike, or the latest ones most."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +40,17 @@ class Training:
     Attributes:
         precision: in which formats numbers are held: the name of a preset (`PRECISIONS`), or a
             `Precision`.
-        optimizer: ``sgd``, ``adam`` or ``lion`` (Chen et al. 2023, arXiv 2302.06675).
+        optimizer: ``sgd``, ``adam``, ``lion`` (Chen et al. 2023, arXiv 2302.06675) or ``lamb``
+            (You et al. 2020, arXiv 1904.00962), whose step of a parameter is as long as that is.
         learning_rate: of the optimizer, where no schedule of a run scales it.
-        betas: decay of Adam's means of the gradient and of its square; of Lion's mean as it is
-            used and as it is kept.
-        epsilon: what Adam adds to the root that it divides by.
+        betas: decay of the means of the gradient and of its square that Adam and LAMB have; of
+            Lion's mean as it is used and as it is kept.
+        epsilon: what Adam and LAMB add to the root that they divide by.
         amsgrad: whether Adam divides by the largest of its means so far (Reddi et al. 2018).
         momentum: of SGD: the share of the last step that is made again.
         nesterov: whether SGD looks ahead along it (Sutskever et al. 2013).
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
-            itself by Adam (AdamW, Loshchilov and Hutter 2019) and Lion.
+            itself by Adam (AdamW, Loshchilov and Hutter 2019) and Lion, part of the step of LAMB.
         groups: parameters with a rate or a decay of their own; the first that has a name counts.
             They count in what is trained alone.
         clip_value: gradients are held between its negative and itself, each number on its own; 0
@@ -51,6 +59,11 @@ class Training:
             al. 2013); 0 for never. It is executed, and priced only where the update is not fused
             (`fused_update`), without the sum of one number over ranks. In float16 the same sum
             tells whether a gradient of any rank is not finite.
+        average: of parameters, kept beside them as `torch.optim.swa_utils.AveragedModel` keeps it:
+            ``equal`` over all steps (Izmailov et al. 2018), ``exponential`` with `average_decay`
+            (Polyak and Juditsky 1992); empty: none. The first step sets it, and a step that is
+            left out in float16 does not count. It lies as the states of the optimizer do.
+        average_decay: the share that an exponential average keeps of itself at a step.
         gradient_precision: in which gradients are added up and reduced, instead of what
             `precision` says; empty: as that says. Megatron-LM adds bfloat16 gradients up in
             float32.
@@ -104,6 +117,8 @@ class Training:
     amsgrad: bool = False
     momentum: float = 0.0
     nesterov: bool = False
+    average: str = ""
+    average_decay: float = 0.999
     groups: tuple[ParameterGroup, ...] = ()
 
     @classmethod
@@ -147,6 +162,7 @@ class Training:
         for what, value, known in (
             ("gradient_precision", self.gradient_precision or STORED[0], STORED),
             ("optimizer", self.optimizer, tuple(OPTIMIZER_STATES)),
+            ("average", self.average, AVERAGES),
         ):
             if value not in known:
                 raise unknown(what, value, known)
@@ -169,6 +185,10 @@ class Training:
                     f"{name} is {getattr(self, name)}, but optimizer {self.optimizer!r} has none; "
                     f"leave it out, or take optimizer={optimizer!r}"
                 )
+        if not 0 <= self.average_decay < 1:
+            raise ValueError(
+                f"average_decay is {self.average_decay}; it must be at least 0 and below 1"
+            )
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov is True, but momentum is 0; give a momentum above 0")
         if self.clip_norm and self.clip_value:
@@ -198,8 +218,22 @@ class Training:
             >>> Training(amsgrad=True).states, Training(optimizer="sgd", momentum=0.9).states
             (('mean', 'square', 'largest'), ('momentum',))
         """
-        more = (("momentum", self.momentum), ("largest", self.amsgrad))
+        more = (
+            ("momentum", self.momentum),
+            ("largest", self.amsgrad),
+            (AVERAGE, self.average),
+        )
         return (*OPTIMIZER_STATES[self.optimizer], *(name for name, kept in more if kept))
+
+    @property
+    def measures_updates(self) -> bool:
+        """Whether an update needs the norms of whole parameters, which ranks add up before it."""
+        return self.optimizer == "lamb"
+
+    @property
+    def goes_by_parameters(self) -> bool:
+        """Whether it counts which elements are one parameter: then no plan rewrites its graph."""
+        return bool(self.groups) or self.measures_updates
 
     @cached_property
     def formats(self) -> Precision:
@@ -277,7 +311,8 @@ class Training:
     def update_bytes(self) -> int:
         """Bytes that an update reads and writes per parameter.
 
-        Every state is read and written once, gradients are read, parameters written. Where the
+        Every state is read and written once, gradients are read, parameters written. LAMB reads
+        states and parameters once more, when it knows the norm of the step. Where the
         update is not fused, gradients are copied to float32 and read there, in float16 unscaled in
         place, clipped in place after a pass for their norm, and parameters copied from masters.
 
@@ -288,6 +323,10 @@ class Training:
             62
         """
         fused = 2 * self.optimizer_bytes + 3 * self.parameter_bytes
+        if self.measures_updates:
+            fused += 2 * DTYPE_BYTES[self.formats.states] + (
+                self.master_bytes or self.parameter_bytes
+            )
         if self.fused_update:
             return fused
         copied = 0 if is_full(self.formats.gradients) else 8  # Read, written, read by the update.

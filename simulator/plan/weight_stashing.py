@@ -44,6 +44,11 @@ def check_stashing(plan: Plan, graph: OperatorGraph, ties: Sequence[tuple[int, i
             f"{where}: there is no moment at which the norm of all gradients is known, but "
             f"clip_norm is {plan.training.clip_norm:g}. Set it to 0, or choose 1f1b"
         )
+    if plan.training.measures_updates:
+        raise ValueError(
+            f"{where}: there is no moment at which the norms of all updates are known, which "
+            f"optimizer {plan.training.optimizer!r} needs. Choose another one, or 1f1b"
+        )
     if plan.training.scales_loss:
         raise ValueError(
             f"{where}: there is no moment at which it is known whether any gradient overflows, "

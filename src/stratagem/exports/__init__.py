@@ -98,7 +98,7 @@ def export(
 
 _RECIPE = (
     *("betas", "epsilon", "amsgrad", "momentum", "nesterov", "weight_decay", "groups"),
-    *("clip_norm", "clip_value"),
+    *("clip_norm", "clip_value", "average", "average_decay"),
 )
 """What training has beside what formats are told."""
 

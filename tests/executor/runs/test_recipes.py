@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 import stratagem as sg
 from stratagem.executor import ExecutionResult, execute, model_state
@@ -147,6 +147,116 @@ def test_lion_is_that_of_its_paper() -> None:
     assert_same(result, *trained(case, lambda m: Lion(m.parameters())))
 
 
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020, algorithm 2, parameter by parameter."""
+
+    def __init__(self, parameters: Any, **options: float) -> None:
+        super().__init__(parameters, {"lr": 0.01, "weight_decay": 0.1, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                t = state["t"] = state.get("t", 0) + 1
+                mean = state["mean"] = 0.8 * state.get("mean", 0.0) + 0.2 * p.grad
+                square = state["square"] = 0.9 * state.get("square", 0.0) + 0.1 * p.grad**2
+                ahead = mean / (1 - 0.8**t) / ((square / (1 - 0.9**t)).sqrt() + 1e-3)
+                ahead = ahead + group["weight_decay"] * p
+                long, wide = p.norm(), ahead.norm()
+                ratio = long / wide if long and wide else 1.0
+                p.sub_(group["lr"] * ratio * ahead)
+
+
+LAMB: dict[str, Any] = {
+    "optimizer": "lamb",
+    "learning_rate": 0.01,
+    "betas": (0.8, 0.9),
+    "weight_decay": 0.1,
+    "epsilon": 1e-3,
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lamb_is_that_of_its_paper_however_parameters_are_cut(seed: int) -> None:
+    """Its norms are of whole parameters, of which ranks have shards, ranges or copies."""
+    case = double(mlp_case())
+    training = Training(**LAMB, clip_norm=0.5 * (seed % 2))
+    plan = random_plan(case, seed + 40, training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+    clip = (lambda each: nn.utils.clip_grad_norm_(list(each), 0.5)) if seed % 2 else None
+    assert_same(result, *trained(case, lambda m: Lamb(m.parameters()), clip=clip))
+
+
+def test_lamb_of_groups_and_of_a_parameter_that_is_zero() -> None:
+    case = double(mlp_case())
+    with torch.no_grad():
+        case.model.get_parameter("layers.1.bias").zero_()
+    groups = (sg.ParameterGroup(("*.bias",), weight_decay=0.0, rate=0.5),)
+    plan = make_plan(case, drawing(2), (3,), training=Training(**LAMB, groups=groups))
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        biases = [p for name, p in named.items() if name.endswith("bias")]
+        others = [p for name, p in named.items() if not name.endswith("bias")]
+        own = {"params": biases, "lr": 0.005, "weight_decay": 0.0}
+        return Lamb([{"params": others}, own])
+
+    assert_same(result, *trained(case, build))
+
+
+AVERAGES: dict[str, Callable[[nn.Module], swa_utils.AveragedModel]] = {
+    "equal": swa_utils.AveragedModel,
+    "exponential": lambda m: swa_utils.AveragedModel(
+        m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.7)
+    ),
+}
+
+
+def averaged(case: Case, build: Build, kind: str) -> dict[str, Tensor]:
+    """The averages of one process of torch."""
+    model = copy.deepcopy(case.model)
+    optimizer, average = build(model), AVERAGES[kind](model)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(**case.batch).backward()
+        optimizer.step()
+        average.update_parameters(model)
+    return {name: p.detach() for name, p in average.module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "amsgrad", "a part of the model"])
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_are_those_of_torch(name: str, kind: str, tmp_path: Any) -> None:
+    """In a result, in a checkpoint, and when another plan goes on from there."""
+    case, build = double(mlp_case()), OPTIMIZERS[name]
+    training = Training.of(build(case.model), case.model, average=kind, average_decay=0.7)
+    state = model_state(case.model)
+    plan = random_plan(case, len(name), training)
+    execute(plan, case.graph, state, case.batch, steps=2, checkpoint=tmp_path, every=2)
+    second = make_plan(case, drawing(7), (3,), training=training)
+    result = execute(
+        second, case.graph, state, case.batch, steps=STEPS, resume=tmp_path, checkpoint=tmp_path
+    )
+    losses, parameters = trained(case, build)
+    assert_same(result, losses[2:], parameters)
+    saved = sg.load_checkpoint(tmp_path, averages=True)
+    for parameter, value in averaged(case, build, kind).items():
+        assert relative_error(result.averages[parameter], value) < 1e-9, parameter
+        assert relative_error(saved[parameter], value) < 1e-9, parameter
+
+
+def test_averages_that_nobody_kept_are_refused(tmp_path: Any) -> None:
+    case = mlp_case()
+    plan, state = make_plan(case, whole, (1,)), model_state(case.model)
+    result = execute(plan, case.graph, state, case.batch, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=r"no averages.*train with sg.Training\(average="):
+        _ = result.averages
+    with pytest.raises(ValueError, match=r"no averages.*train with sg.Training\(average="):
+        sg.load_checkpoint(tmp_path, averages=True)
+
+
 @pytest.mark.parametrize("how", ["clip_norm", "clip_value"])
 def test_gradients_are_clipped_as_torch_clips_them(how: str) -> None:
     case = double(mlp_case())
@@ -230,6 +340,13 @@ def test_states_are_priced() -> None:
     assert Training(amsgrad=True).optimizer_bytes == Training().optimizer_bytes + 4
     assert Training(optimizer="lion").optimizer_bytes == 4
     assert Training(optimizer="sgd", momentum=0.9).update_bytes == plain.update_bytes + 8
+    # LAMB reads both means and the parameter twice.
+    assert Training(optimizer="lamb").update_bytes == Training().update_bytes + 12
+    assert (
+        Training("bfloat16", optimizer="lamb").update_bytes
+        == Training("bfloat16").update_bytes + 12
+    )
+    assert Training(average="equal").optimizer_bytes == Training().optimizer_bytes + 4
 
 
 class Own(torch.optim.SGD):
@@ -276,6 +393,8 @@ def test_names_come_from_the_optimizer_or_from_the_model() -> None:
         ({"optimizer": "sgd", "amsgrad": True}, "amsgrad is True, but optimizer 'sgd' has none"),
         ({"optimizer": "sgd", "nesterov": True}, "nesterov is True, but momentum is 0"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm is 1.0 and clip_value 1.0; choose one"),
+        ({"average": "equals"}, "average 'equals'"),
+        ({"average_decay": 1.0}, "average_decay is 1.0; it must be at least 0 and below 1"),
         ({"epsilon": -1.0}, "epsilon is -1.0; it must be 0 or more"),
     ],
 )

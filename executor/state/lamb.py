@@ -1,0 +1,81 @@
+"""LAMB, whose step of a parameter is as long as the parameter is: it is made in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stratagem.executor.state.gradient_lists import GradientChange, by_dtype
+from stratagem.executor.state.stepping import Alike, Stepping, in_one_piece
+from stratagem.simulator.kernel_times.training import Training
+
+
+class Lamb(Stepping):
+    """You et al. 2020, algorithm 2: p −= rate · ‖p‖ / ‖u‖ · u, u = m̂ / (√v̂ + ε) + decay · p.
+
+    m̂ and v̂ are Adam's means without their bias. Where a norm is 0 the step is rate · u. Norms are
+    those of whole parameters, of which a rank may have a part: `measure` says what its part adds
+    to them, and is to be called before every `all_of`, which finds the whole ones in `squares`.
+
+    Attributes:
+        squares: by parameter the sum of squares of its elements, and of those of u.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.squares: dict[str, Tensor] = {}
+
+    def __call__(
+        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
+    ) -> None:
+        """See `Optimizer.__call__`: of a parameter of which all is here."""
+        change = GradientChange(name, parameter, gradient, copy)
+        self.squares = {name: self.measure([change])[0]}
+        self.all_of([change])
+
+    def measure(self, changes: Sequence[GradientChange]) -> Tensor:
+        """Let the means see the gradients; what each part adds to the squares, as rows of two."""
+        super()._count(changes)
+        found: dict[str, Tensor] = {}
+        first, second = self.training.betas
+        for each in by_dtype(changes):
+            for alike in self._by_settings(each, in_one_piece([one.parameter for one in each])):
+                means, squares, *_ = self.kept(alike.names, alike.parameters)
+                torch._foreach_lerp_(means, alike.gradients, 1 - first)
+                torch._foreach_mul_(squares, second)
+                torch._foreach_addcmul_(squares, alike.gradients, alike.gradients, 1 - second)
+                norms = (
+                    torch._foreach_norm(alike.parameters),
+                    torch._foreach_norm(self._ahead(alike)),
+                )
+                for name, *both in zip(alike.names, *norms, strict=True):
+                    found[name] = torch.stack(both).double().square()
+        return torch.stack([found[change.name] for change in changes])
+
+    def _count(self, changes: Sequence[GradientChange]) -> None:
+        """They were counted when they were measured."""
+
+    def _step(self, alike: Alike) -> None:
+        ahead = self._ahead(alike)
+        ratios = []
+        for name in alike.names:
+            long, wide = self.squares[name].sqrt().unbind()
+            ratios.append(torch.where((long > 0) & (wide > 0), long / wide, 1.0) * alike.rate)
+        torch._foreach_mul_(ahead, [ratio.to(ahead[0].dtype) for ratio in ratios])
+        torch._foreach_sub_(alike.parameters, ahead)
+
+    def _ahead(self, alike: Alike) -> list[Tensor]:
+        """u of each parameter."""
+        means, squares, *_ = self.kept(alike.names, alike.parameters)
+        counts = [self._updates[name] for name in alike.names]
+        first, second = self.training.betas
+        roots = torch._foreach_div(squares, [1 - second**count for count in counts])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, self.training.epsilon)
+        made = torch._foreach_div(means, [1 - first**count for count in counts])
+        torch._foreach_div_(made, roots)
+        if alike.decay:
+            torch._foreach_add_(made, alike.parameters, alpha=alike.decay)
+        return list(made)
