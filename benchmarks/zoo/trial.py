@@ -25,6 +25,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.operators.kinds.generics import is_generic
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.step_programs import DRAWING
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -138,13 +139,17 @@ def _searched(graph: OperatorGraph, ranks: int) -> Plan:
 
 def _difference(plan: Plan, what: str, graph: OperatorGraph, example: Example, truth: Step) -> str:
     """What a plan trains differently; empty if nothing."""
+    norms = any(map(takes_statistics, graph.operators))
+    parts = plan.num_microbatches if norms else 1
     if any(map(_draws, graph.operators)):
-        truth = _step(_alone(plan, graph), graph, example)
+        truth = _step(_alone(plan, graph, parts), graph, example)
+    elif parts > 1:
+        truth = torch_step(example, parts=parts)
     found = _step(plan, graph, example)
     missing = truth.gradients.keys() - found.gradients.keys()
     if missing:
         return f"the plan {what} makes no gradient of {min(missing)}"
-    name, error, allowed = worst_of(found, example, truth)
+    name, error, allowed = worst_of(found, example, truth, parts=parts)
     if error <= allowed:
         return ""
     return f"the plan {what} trains {name} {error:.1e} apart from torch; {allowed:.1e} may be"
@@ -157,11 +162,11 @@ def _step(plan: Plan, graph: OperatorGraph, example: Example) -> Step:
     return Step(made.losses[0], made.gradients)
 
 
-def _alone(plan: Plan, graph: OperatorGraph) -> Plan:
-    """A plan of one device, which drops out what the other does."""
+def _alone(plan: Plan, graph: OperatorGraph, parts: int) -> Plan:
+    """A plan of one device, which drops out what the other does, in so many microbatches."""
     choices = {name: Choice((REPLICATE,)) for name in graph.names}
     stage = Stage(tuple(graph.names), mesh_of((1,)), choices)
-    return replace(plan, stages=(stage,), num_microbatches=1, schedule="1f1b", bucket_bytes=0)
+    return replace(plan, stages=(stage,), num_microbatches=parts, schedule="1f1b", bucket_bytes=0)
 
 
 def _draws(operator: Operator) -> bool:

@@ -16,6 +16,7 @@ from stratagem.executor.running.torch_reference import (
     first_scalar,
     gradient_errors,
     relative_error,
+    statistics_apart,
 )
 
 TOLERANCE = 1e-5
@@ -45,8 +46,14 @@ class Step:
         }
 
 
-def torch_step(example: Example, dtype: torch.dtype | None = None) -> Step:
-    """What one process of torch makes, perhaps with all floats in another format."""
+def torch_step(example: Example, dtype: torch.dtype | None = None, *, parts: int = 1) -> Step:
+    """What one process of torch makes.
+
+    Args:
+        example: the model and its batch.
+        dtype: of all floats, where it is another one.
+        parts: of the batch, each of which batch norms normalise on its own, as microbatches are.
+    """
     model = copy.deepcopy(example.model)
     batch, targets = dict(example.batch), example.targets
     if dtype is not None:
@@ -54,7 +61,8 @@ def torch_step(example: Example, dtype: torch.dtype | None = None) -> Step:
         batch = {name: _cast(x, dtype) for name, x in batch.items()}
         targets = _cast(targets, dtype)
     torch.manual_seed(0)
-    loss = first_scalar(example.outcome(model, batch, targets))
+    with statistics_apart(parts):
+        loss = first_scalar(example.outcome(model, batch, targets))
     loss.backward()
     named = ((name, p.grad) for name, p in model.named_parameters())
     return Step(float(loss.detach()), {name: grad for name, grad in named if grad is not None})
@@ -69,7 +77,9 @@ def torch_flops(example: Example) -> float:
     return float(counter.get_total_flops())
 
 
-def worst_of(found: Step, example: Example, truth: Step) -> tuple[str, float, float]:
+def worst_of(
+    found: Step, example: Example, truth: Step, *, parts: int = 1
+) -> tuple[str, float, float]:
     """The value that is farthest over what it may be off: its name, its error, and what it may be.
 
     What is not within the tolerance of float32 is compared with float64: it may be a few times as
@@ -78,7 +88,7 @@ def worst_of(found: Step, example: Example, truth: Step) -> tuple[str, float, fl
     errors = found.errors_against(truth)
     allowed = dict.fromkeys(errors, TOLERANCE)
     if any(errors[name] > allowed[name] for name in errors):
-        exact = torch_step(example, torch.float64)
+        exact = torch_step(example, torch.float64, parts=parts)
         own = truth.errors_against(exact)
         errors = found.errors_against(exact)
         allowed = {name: max(TOLERANCE, ROUNDING * own[name]) for name in errors}

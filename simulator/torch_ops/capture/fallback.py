@@ -121,7 +121,7 @@ def operator_of(
         for each in tensors
     ]
     shape, dtype = tuple(shown.shape), dtype_name(shown.dtype)
-    ties = find_ties(flat, shapes, shape)
+    shapes, ties = _tied(flat, shapes, shape)
     counts = count_work(flat, shapes, shape)
     loops = {tie: _loop(tie) for tie in ties}
     dims = tuple(
@@ -142,6 +142,44 @@ def operator_of(
         what=what,
         name=name,
     )
+
+
+def _tied(
+    calls: Sequence[Any], shapes: Sequence[OperandShape], shape: Sequence[int]
+) -> tuple[Sequence[OperandShape], tuple[Tie, ...]]:
+    """The factors of operands, and the ties of these.
+
+    Where one operand has a dim in one piece and another has one as long in its place that is seen
+    in factors, as samples times heads are, the one is seen so too if that leaves all of them free.
+    """
+    apart = [_like_others(each, shapes) for each in shapes]
+    if apart != list(shapes):
+        ties = find_ties(calls, apart, shape)
+        tied = {tuple(place) for tie in ties for place in tie.places}
+        cut = {
+            (number, dim, leaf)
+            for number, (before, after) in enumerate(zip(shapes, apart, strict=True))
+            for dim, leaves in enumerate(after.dims)
+            for leaf in range(len(leaves))
+            if before.dims[dim] != leaves
+        }
+        if cut <= tied:
+            return apart, ties
+    return shapes, find_ties(calls, shapes, shape)
+
+
+def _like_others(operand: OperandShape, others: Sequence[OperandShape]) -> OperandShape:
+    """An operand whose dims of one factor have those that another's have in their places."""
+    dims = []
+    for at, leaves in enumerate(operand.dims):
+        finer = (
+            other.dims[at]
+            for other in others
+            if at < len(other.dims) and len(other.dims[at]) > len(leaves) == 1
+        )
+        alike = (each for each in finer if math.prod(each) == math.prod(leaves))
+        dims.append(next(alike, leaves))
+    return replace(operand, dims=tuple(dims))
 
 
 def _loop(tie: Tie) -> FreeLoop:

@@ -157,6 +157,37 @@ def test_class_weights_in_a_module_are_no_parameters() -> None:
     assert_equal_to_torch(case, make_plan(case, drawing(3), (2,), num_microbatches=2))
 
 
+class WithConstant(Scaled):
+    """Products of samples times heads that add a constant, as attention with ALiBi does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * self.scale).reshape(4, 5, 3, 2).transpose(1, 2).reshape(12, 5, 2)
+        slopes = torch.arange(12.0).reshape(12, 1, 1) * torch.arange(5.0)
+        return torch.baddbmm(slopes, h, h.mT, beta=0.3).sin().square().mean()
+
+
+class Scattered(Scaled):
+    """Gates that are written into zeros for each token, as those of Llama 4 are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * self.scale).flatten(0, 1)
+        value, index = h.topk(2, -1)
+        gates = torch.full_like(h, float("-inf")).scatter(1, index, value)
+        return (torch.sigmoid(gates) * h).square().mean()
+
+
+@pytest.mark.parametrize("kind", [WithConstant, Scattered])
+def test_a_constant_is_split_where_what_it_meets_is_samples_times_something(kind: type) -> None:
+    """It has one factor where the others have two, and was taken to mix all samples."""
+    torch.manual_seed(0)
+    case = make_case(kind(6), x=torch.randn(4, 5, 6))
+    assert generics(case.graph)
+    assert not case.graph.whole_batch
+    samples = sharding(DimKind.SAMPLE.value)
+    assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
+    assert_equal_to_torch(case, make_plan(case, drawing(2), (3,)))
+
+
 def test_an_empty_rest_is_put_behind_what_was_rotated() -> None:
     """Rotary embeddings of a part of the features leave a rest, which may be none of them."""
 
