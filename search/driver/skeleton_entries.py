@@ -192,6 +192,7 @@ class Space:
 
         What a bound met is then forgotten, as its choices are numbered without that start.
         """
+        self._admit(skeleton)
         for entry in self.entries:
             if entry.skeleton == skeleton:
                 entry.starts.insert(0, choices)
@@ -314,6 +315,17 @@ class Space:
         """
         if self.situation.cluster.num_devices <= SMALL_CLUSTER:
             self.pipelines_bound = self._least_pipeline()
+
+    def _admit(self, skeleton: Skeleton) -> None:
+        """Let the bound of all pipelines hold for those on a skeleton, wherever it is cut.
+
+        A plan to start from may run under orders of its own, or a schedule that the search does
+        not try otherwise, whose ranks need not wait for one another.
+        """
+        if self.pipelines_bound is not None and skeleton.num_ranks > 1 and not skeleton.fills:
+            parts, ranks = skeleton.num_microbatches, skeleton.num_ranks
+            seconds = self.work.seconds(parts, ranks, fills=False)
+            self.pipelines_bound = min(self.pipelines_bound, seconds)
 
     @cached_property
     def work(self) -> PipelineWork:

@@ -15,14 +15,16 @@ from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.bounds.memory_bound import HoldingBounds
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.neighbours import Neighbourhood
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeleton_of
-from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.stage_cuts import balanced_stages, by_stage
 from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.placement import REPLICATE
@@ -32,7 +34,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import CUSTOM
 from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
-from stratagem.simulator.schedules.named_schedules import one_f_one_b
+from stratagem.simulator.schedules.named_schedules import one_f_one_b, schedule_by_name
 from stratagem.simulator.sharding.choice import Choice
 
 COSTS = default_costs()
@@ -165,6 +167,37 @@ def test_a_search_goes_on_under_the_orders_of_the_plan_that_it_starts_from() -> 
     best = min(record.best for record in records if record.best is not None)
     assert best < s.simulate(plan).step_time
     assert SearchResult.from_json(found.to_json()).space == found.space
+
+
+@pytest.mark.parametrize("orders", [False, True])
+def test_the_bound_of_all_pipelines_holds_under_a_schedule_that_only_the_start_has(
+    orders: bool,
+) -> None:
+    """ZB-H1 fills the ends of a step, so that its ranks wait for less than those of 1F1B.
+
+    The bound of all pipelines knew the schedules that a search tries and not that of its start:
+    it was above the start itself, and above the neighbours of it that are cut elsewhere.
+    """
+    graph = mlp([4096] * 7, batch=4096)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    s = Situation(graph, cluster, Training(), COSTS)
+    own = skeleton(s, schedule_by_name("zb-h1", 2, 2, num_ranks=2), ways=1)
+    own = own if orders else replace(own, schedule="zb-h1", orders=())
+    chosen = data_parallel(graph.microbatch(2), (1,))
+    layers = [i for i, operator in enumerate(graph.operators) if not operator.is_source]
+    times = []
+    for cut in range(1, len(layers)):
+        stages = by_stage(graph, {i: int(k >= cut) for k, i in enumerate(layers)}, 2)
+        plan = s.plan(replace(own, stages=stages), chosen, name="cut")
+        times.append(s.simulate(plan).step_time)
+    space = Space(s, Options(), (0,), Constraints(microbatches=(2,)).bind(graph), ("1f1b",))
+    space.bound_pipelines()
+    assert space.pipelines_bound is not None
+    assert space.pipelines_bound > min(times)
+    start = s.plan(own, chosen, name="start")
+    space.take(own, choices_of(start), s.simulate(start))
+    assert space.pipelines_bound <= min(times)
+    assert space.pipelines_bound > 0.8 * min(times)
 
 
 def test_neighbours_keep_orders_or_leave_them() -> None:
