@@ -61,6 +61,8 @@ def not_chosen_for(plan: Plan, fingerprint: str) -> str:
     """Why a search of a graph does not choose for plans of a kind; empty if it does."""
     if plan.substitutions or plan.fingerprint != fingerprint:
         return "its graph is rewritten"
+    if plan.has_pins:
+        return "it pins operators to parts of a mesh"
     return why_not_searched(plan.make_schedule())
 
 

@@ -207,8 +207,12 @@ def problem_of(priced: PricedPipeline, skeleton: Skeleton, headroom: float = 0.0
         priced: the pipeline.
         skeleton: that it is of.
         headroom: the share of each device's memory that must stay free.
+
+    Raises:
+        ValueError: an operator may be pinned to a part of its mesh.
     """
     pipeline, small = priced.pipeline, priced.graph
+    _check_folded(priced)
     blocks, macro = priced.blocks, priced.macro
     flat_blocks, crossings, arrivals = _flat_blocks(blocks, priced.crossings)
     graph_arrays = macro.graph.arrays()
@@ -240,6 +244,18 @@ def problem_of(priced: PricedPipeline, skeleton: Skeleton, headroom: float = 0.0
         macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),
     )
+
+
+def _check_folded(priced: PricedPipeline) -> None:
+    """Refuse pins: blocks of a problem are folded, in which operators pinned apart take turns."""
+    for table in priced.tables:
+        for i in table.operators:
+            if table.row(i).may_pin:
+                raise ValueError(
+                    f"operator {priced.graph.names[i]!r} may be pinned to a part of its mesh of "
+                    f"shape {table.mesh.shape}, but a problem plays all devices of a stage as "
+                    "one: simulate plans with pins one by one"
+                )
 
 
 def space_choices(

@@ -15,7 +15,6 @@ from stratagem.searcher.problem.simulated_plan import SimulatedPlan
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, skeleton_of
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.graph.token_slices import num_slices
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
@@ -156,13 +155,8 @@ def _player(
         check_stashing(plan, small, crossing_ties(plan.stage_of, small))
         zero_stages = tuple(stage for stage in ZERO_STAGES if stage < 3)
     listed = space_choices(graph, skeleton, zero_stages, options, own)
-    if plan.is_mirrored or num_slices(plan.token_slices) > 1 or _has_pins(plan):
+    if plan.is_mirrored or num_slices(plan.token_slices) > 1 or plan.has_pins:
         return SimulatedPlan(plan, graph, costs, listed)
     priced = price_pipeline(pipeline_of(plan), small, listed, Prices(costs))
     problem = problem_of(priced, skeleton)
     return ReplayedPlan(problem, problem.encode(own))
-
-
-def _has_pins(plan: Plan) -> bool:
-    choices = (choice for stage in plan.stages for choice in stage.choices.values())
-    return any(isinstance(placed, Pin) for choice in choices for placed in choice.config)

@@ -228,6 +228,8 @@ def price_pipeline(
         pipeline: its stages have all operators of `graph`.
         graph: what passes through it at once.
         choices: by operator of `graph`, those that it may have, legal on the mesh of its stage.
+            All that an operator has are pinned, or none: pinned readers share no conversions, and
+            whether they do is decided for the list.
         prices: of operators.
         shapes: of other graphs that pass through the same pipeline.
     """

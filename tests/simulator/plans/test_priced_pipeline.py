@@ -1,0 +1,102 @@
+"""A pipeline with many choices an operator is, under each of them, what the plan is by itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stratagem.searcher.problem.priced_skeleton import make_problem
+from stratagem.searcher.problem.replayed_plan import ReplayedPlan
+from stratagem.searcher.space.skeletons import skeleton_of
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.placement import REPLICATE, Pin
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pipeline.pipeline import pipeline_of
+from stratagem.simulator.pipeline.priced_pipeline import Prices, price_pipeline
+from stratagem.simulator.plan.plan import CUSTOM, Stage
+from stratagem.simulator.schedules.work_kinds import TIE
+from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.priced_plan import plan_model
+from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support import cell_plans as cells
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "shared", "mlp"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_choice_of_many_costs_what_it_costs_alone(name: str, seed: int, *, own: bool) -> None:
+    """Pins, ties, all schedules, and orders of one's own: plan by plan, to the nanosecond."""
+    rng = random.Random(seed)
+    pins = 0.5 if seed % 2 else 0.0
+    plan = cells.random_plan(name, rng, pins=pins, blocking=seed == 2)
+    if own:
+        lines = tuple(plan.make_schedule().to_text().splitlines())
+        plan = replace(plan, schedule=CUSTOM, orders=lines)
+    graph = cells.model_graph(name)
+    small = graph.microbatch(plan.num_microbatches)
+    listed = []
+    for i, operator in enumerate(small.operators):
+        shape = plan.stages[plan.stage_of[operator.name]].mesh.shape
+        every = cells.options(name, plan.num_microbatches, i, shape, plain=True)
+        pinned = replace(every[0], config=(Pin(0), *every[0].config[1:]))
+        own_choice = plan.choice(operator.name)
+        some = [own_choice, *rng.sample(every, min(2, len(every)))]
+        if any(isinstance(placed, Pin) for placed in own_choice.config):
+            some = [own_choice, pinned]
+        alike = [replace(choice, recompute=own_choice.recompute) for choice in some]
+        listed.append(tuple(dict.fromkeys(alike)))
+    priced = price_pipeline(pipeline_of(plan), small, listed, Prices(cells.COSTS))
+    for _ in range(3):
+        number = np.array([rng.randrange(len(choices)) for choices in listed])
+        chosen = {n: c[k] for n, c, k in zip(small.names, listed, number, strict=True)}
+        stages = tuple(
+            replace(stage, choices={n: chosen[n] for n in stage.operators})
+            for stage in plan.stages
+        )
+        alone = simulate_plan(replace(plan, stages=stages), graph, cells.COSTS)
+        assert priced.step_ns(number) * 1e-9 == alone.step_time
+
+
+def test_a_parameter_that_an_operator_uses_twice_is_tied_twice() -> None:
+    """A norm has one vector as weight and bias, whose owner is in another stage.
+
+    A problem took both uses for one transfer, and scored such plans as faster than they are.
+    """
+    b = GraphBuilder("twice")
+    x, labels = b.input("x", (240, 4096)), b.input("target", (240,), "int64")
+    shared, bias = b.parameter("shared", (4096,)), b.parameter("bias", (4096,))
+    x = b.layer_norm(x, shared, bias, name="owner")
+    x = b.layer_norm(x, shared, shared, name="user")
+    graph = b.build(b.cross_entropy(x, labels))
+    whole = Choice((REPLICATE,))
+    cut = graph.names.index("user")
+    stages = [
+        Stage(names, cells.mesh_of((4,), first), dict.fromkeys(names, whole))
+        for first, names in ((0, graph.names[:cut]), (4, graph.names[cut:]))
+    ]
+    plan = cells.make_plan(graph, stages, num_microbatches=2)
+    model = plan_model(plan, graph, cells.COSTS)
+    assert int((model.macro.kind == TIE).sum()) == 2
+    problem = make_problem(graph, skeleton_of(plan), plan.cluster, Training(), cells.COSTS, (0,))
+    number = problem.encode(dict.fromkeys(graph.names, whole))
+    step, _, _ = ReplayedPlan(problem, number).now
+    assert step == pytest.approx(simulate_plan(plan, graph, cells.COSTS).step_time, rel=1e-12)
+
+
+def test_a_problem_of_pins_is_refused() -> None:
+    """It plays all devices of a stage as one, in which operators pinned apart take turns.
+
+    Scores of plans with pins were 24 % above their step times, and 13 % below.
+    """
+    plan = cells.random_plan("mlp", random.Random(1), pins=0.5)
+    graph, own = cells.model_graph("mlp"), {}
+    for stage in plan.stages:
+        own.update(stage.choices)
+    assert plan.has_pins
+    given = graph, skeleton_of(plan), plan.cluster, Training(), cells.COSTS, (0,)
+    assert make_problem(*given).num_plans > 1
+    with pytest.raises(ValueError, match=r"may be pinned to a part of its mesh of shape \("):
+        make_problem(*given, include=own)
