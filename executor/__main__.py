@@ -28,10 +28,12 @@ from stratagem.executor.checkpoints.folder import KEEP
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.run_origin import provenance_of
+from stratagem.executor.results.saved_outputs import save_outputs
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.checking import judge
-from stratagem.executor.running.execute import check_world, prepare
+from stratagem.executor.running.execute import check_forward, check_world, prepare
 from stratagem.executor.running.named_functions import make_data, make_model, make_rate
+from stratagem.executor.running.planned_graph import planned_graph
 from stratagem.executor.running.torch_reference import reference_of
 from stratagem.executor.running.world import default_backend, process_rank
 from stratagem.executor.state.parameter_parts import model_state
@@ -41,7 +43,6 @@ from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.watch import Watch
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
-from stratagem.simulator.torch_ops.capture.capture import capture
 
 
 def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) -> None:
@@ -50,7 +51,7 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     place.enter(-1, "building the model", slow=True)
     plan = Plan.load(arguments.plan)
     model, example = make_model(arguments.model, plan.seed)
-    graph = capture(model, (), example, name=plan.model)
+    graph = planned_graph(plan, model, example, plan.model)
     program = prepare(plan, graph)
     if arguments.check:
         reference_of(plan, plan.rewrite(graph).graph)  # Refused here where there is none.
@@ -79,6 +80,12 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
         memory=arguments.memory,
         cuda_graph=arguments.cuda_graph,
     )
+    check_forward(graph, options)
+    if arguments.outputs and not graph.is_forward:
+        raise ValueError(
+            f"--outputs {arguments.outputs}, but plan {plan.name!r} trains {graph.name!r}, which "
+            "gives back no more than its loss; leave it out"
+        )
     place.enter(-1, "preparing the first step", waits=True, slow=True)
     interpreter = Interpreter(program, comm, state)
     del state
@@ -97,6 +104,8 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
         result = train(interpreter, batches, options, place=place, show=show)
     if comm.rank == 0 and arguments.out:
         replace(result, verdict=verdict).save(arguments.out)
+    if comm.rank == 0 and arguments.outputs:
+        save_outputs(result, arguments.outputs)
 
 
 _SAME_MODEL = (
@@ -143,6 +152,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--check", action="store_true", help="compare with one process of torch")
     made.add_argument("--out", help="result file (JSON)")
+    made.add_argument(
+        "--outputs",
+        type=Path,
+        help="file for what a forward pass gives back (safetensors), of the last step",
+    )
     made.add_argument("--status", type=Path, help="file to keep progress in, not to show it")
     made.add_argument(
         "--timeout",

@@ -11,6 +11,9 @@ LOSS_NAME = "loss"
 BUFFER = "buffer "
 """Before the names of buffers among errors."""
 
+OUTPUT = "output "
+"""Before the names of what a forward pass gives back."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -74,8 +77,10 @@ class Verdict:
                 f"DIFFERS from {self.reference}: worst is {worst}, by {self.errors[worst]:.1e} "
                 f"{allowed}; {len(off)} of {len(self.errors)} values differ"
             )
+        outputs = sum(name.startswith(OUTPUT) for name in self.errors)
         what = f"loss and {len(self.errors) - 1 - buffers} gradients"
         what += f" and {buffers} buffers" if buffers else ""
+        what = f"{outputs} output{'s' if outputs > 1 else ''}" if outputs else what
         return (
             f"agrees with {self.reference}: {what} to {self.max_error:.1e} "
             f"(worst: {worst}, {allowed})"

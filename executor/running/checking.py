@@ -20,7 +20,14 @@ from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.execute import LOCAL_SECONDS, prepare
-from stratagem.executor.running.torch_reference import TRUTH, StepOutcome, reference_of
+from stratagem.executor.running.planned_graph import planned_graph
+from stratagem.executor.running.torch_reference import (
+    TRUTH,
+    StepOutcome,
+    forward_outputs,
+    output_errors,
+    reference_of,
+)
 from stratagem.executor.state.parameter_parts import check_state, model_state
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import first_step
@@ -28,7 +35,6 @@ from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.base.precision import FORMATS, is_full
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.torch_ops.capture.capture import capture
 
 ROUNDING = 8.0
 """How many times as far from float64 as torch's own value one may be: orders of sums differ."""
@@ -58,7 +64,7 @@ def check(
         ValueError: when the plan is not for this model and batch or cannot be executed; when one
             device cannot repeat its step, see `judge`.
     """
-    used = graph or capture(model, kwargs=batch)
+    used = graph or planned_graph(plan, model, batch)
     reference_of(plan, plan.rewrite(used).graph)  # Refused here where there is none.
     program, state = prepare(plan, used), model_state(model)
     check_state(program, state)
@@ -88,7 +94,8 @@ def judge(
     One process of torch runs the whole batch. Batch norms see it by the microbatches of the plan
     (and by the samples of each device where their statistics are local). Where the model drops
     out, a plan of one device runs instead, which draws the same masks. Gradients are clipped as
-    the plan's are.
+    the plan's are. Of a forward pass, what it gives back is compared with what the model returns
+    when it evaluates.
 
     Args:
         model: as it was before the step.
@@ -101,6 +108,8 @@ def judge(
         ValueError: when the result has no gradients or lacks one that the model has; when one
             device cannot repeat the step (see `reference_of`).
     """
+    if graph.is_forward:
+        return _judge_forward(model, batch, result, plan)
     if result.gradients is None:
         raise ValueError("the result has no gradients; run it with gradients=True")
     reference = reference_of(plan, plan.rewrite(graph).graph)
@@ -113,9 +122,32 @@ def judge(
         return verdict
     truth = reference.step(model, batch, TRUTH)
     own = reference.step(model, batch, precision).errors_against(truth)
-    errors = found.errors_against(truth)
+    return _in_truth(found.errors_against(truth), own, tolerance, reference.words)
+
+
+def _judge_forward(
+    model: nn.Module, batch: Mapping[str, Tensor], result: ExecutionResult, plan: Plan
+) -> Verdict:
+    """Compare what a forward pass gave back with what the model returns."""
+    if result.outputs is None:
+        raise ValueError("the result has no outputs; judge that of a forward pass, on rank 0")
+    words, precision = "one process of torch that evaluates", _precision(model, plan)
+    tolerance = FORMATS[precision].tolerance
+    errors = output_errors(result.outputs, forward_outputs(model, batch))
+    verdict = Verdict(errors, dict.fromkeys(errors, tolerance), words)
+    if verdict.agrees or precision == TRUTH:
+        return verdict
+    truth = forward_outputs(model, batch, TRUTH)
+    own = output_errors(forward_outputs(model, batch, precision), truth)
+    return _in_truth(output_errors(result.outputs, truth), own, tolerance, words)
+
+
+def _in_truth(
+    errors: Mapping[str, float], own: Mapping[str, float], tolerance: float, words: str
+) -> Verdict:
+    """The verdict against float64, where each value may be off as far as torch's `own` is."""
     allowed = {name: max(tolerance, ROUNDING * own.get(name, 0.0)) for name in errors}
-    return Verdict(errors, allowed, f"{reference.words} in float64")
+    return Verdict(errors, allowed, f"{words} in float64")
 
 
 def _precision(model: nn.Module, plan: Plan) -> str:

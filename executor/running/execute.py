@@ -105,7 +105,7 @@ def execute(
         memory=memory,
         cuda_graph=cuda_graph,
     )
-    _check_forward(graph, options)
+    check_forward(graph, options)
     batches = Batches(data, graph, seed=plan.seed, buffers=model_state)
     batches.at(0)
 
@@ -147,8 +147,12 @@ def prepare(plan: Plan, graph: OperatorGraph) -> Program:
     return program
 
 
-def _check_forward(graph: OperatorGraph, options: RunOptions) -> None:
-    """Refuse what a forward pass has nothing to do with, as it trains nothing."""
+def check_forward(graph: OperatorGraph, options: RunOptions) -> None:
+    """Refuse what a forward pass has nothing to do with, as it trains nothing.
+
+    Raises:
+        ValueError: naming the option.
+    """
     asked = {
         "gradients": options.gradients,
         "checkpoint": options.checkpoint is not None,

@@ -53,6 +53,7 @@ def launch(
     limits: Limits | None = None,
     timeout: float | None = 600.0,
     folder: str | Path | None = None,
+    outputs: str | Path | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
     """Run a plan as processes on this machine, one a device, and return what was measured.
@@ -84,6 +85,7 @@ def launch(
         limits: how long ranks wait for one another.
         timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
         folder: where the modules are found; the current directory by default.
+        outputs: file for what a forward pass gives back in the last step (safetensors).
         show: shows progress.
 
     Raises:
@@ -113,6 +115,7 @@ def launch(
             *(["--resume", str(find_checkpoint(resume).resolve())] if resume else []),
             *(["--keep", str(keep)] if keep != KEEP else []),
             *(["--finite"] if finite else []),
+            *(["--outputs", str(Path(outputs).resolve())] if outputs else []),
         ]
 
         def look() -> None:

@@ -93,7 +93,7 @@ def make_rate(spec: str, warmup: int, steps: int) -> Rate:
 
 
 def _function(spec: str, option: str) -> Callable[..., Any]:
-    name, _, function = spec.partition(":")
+    name, _, function = spec.removeprefix("forward:").partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # Last: no file there stands for a package by its name.
     try:

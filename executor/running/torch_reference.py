@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from stratagem.executor.results.verdict import BUFFER, LOSS_NAME
+from stratagem.executor.results.verdict import BUFFER, LOSS_NAME, OUTPUT
 from stratagem.executor.running.execute import execute
 from stratagem.executor.running.rounded_products import rounded_products
 from stratagem.executor.state.batch_norm_counters import COUNTER
@@ -40,6 +40,7 @@ from stratagem.simulator.operators.step_programs import DRAWING
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.capture.exporting import named_results
 
 NEGLIGIBLE = 1e-5
 """Share of the largest gradient below which a gradient counts as rounding error of 0."""
@@ -266,6 +267,35 @@ def _ways(plan: Plan, operator: Operator) -> int:
     config = plan.choice(operator.name).config
     samples = [dim.name for dim in operator.dims if dim.kind is DimKind.SAMPLE]
     return math.prod(math.prod(splits_of(config, name, shape)) for name in samples)
+
+
+def forward_outputs(
+    model: nn.Module, batch: Mapping[str, Tensor], precision: str = ""
+) -> dict[str, Tensor]:
+    """What a copy of a model that evaluates returns, by name (see `ReferenceStep`)."""
+    held, products = _held(precision)
+    model, batch = _copied(model, batch, held)
+    with torch.no_grad(), rounded_products(products):
+        return named_results(model.eval()(**batch))
+
+
+def output_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative errors of what a forward pass gave back.
+
+    What is 0 but for rounding, as the mean of what was normalised, has no relative error of its
+    own: below `NEGLIGIBLE` of the largest output of all, it is compared with that one.
+
+    Raises:
+        ValueError: when some of it is missing.
+    """
+    missing = truth.keys() - found.keys()
+    if missing:
+        raise ValueError(f"the result lacks the outputs {', '.join(sorted(missing))}")
+    real = {name: value.double() for name, value in truth.items() if value.is_floating_point()}
+    whole = {name: value.double() for name, value in truth.items() if name not in real}
+    errors = gradient_errors({name: found[name].double() for name in real}, real)
+    errors |= {name: relative_error(found[name].double(), value) for name, value in whole.items()}
+    return {OUTPUT + name: errors[name] for name in truth}
 
 
 # -- a plan of one device -----------------------------------------------------------------------

@@ -219,7 +219,8 @@ def first_step(interpreter: Interpreter, batches: Batches, place: Place) -> Exec
     scale that follows from it.
     """
     while True:
-        result = train(interpreter, batches, RunOptions(gradients=True), place=place)
+        trains = not interpreter.program.graph.is_forward
+        result = train(interpreter, batches, RunOptions(gradients=trains), place=place)
         if not interpreter.overflowed or interpreter.loss_scale < 1:
             return result
 

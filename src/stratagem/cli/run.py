@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
+
+if TYPE_CHECKING:
+    from stratagem.executor.results.execution_result import ExecutionResult
 
 
 def run(
@@ -86,9 +89,13 @@ def run(
     preparing: Annotated[
         float, typer.Option(help="seconds for building the model, writing a checkpoint, …")
     ] = 600.0,
+    outputs: Annotated[
+        Path | None,
+        typer.Option(help="file for what a forward pass gives back (safetensors)"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a plan on this machine, a process for every device.
+    """Train by a plan on this machine, or run its forward pass, a process for every device.
 
     Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
     """
@@ -119,12 +126,13 @@ def run(
             backend=chosen,
             limits=Limits(stalled=timeout, patience=patience, preparing=preparing),
             timeout=None,
+            outputs=outputs,
             show=show,
         )
     console = speaker(as_json)
     console.print(
-        f"{len(result.losses)} steps, {format_duration(result.step_time)} each (median); loss "
-        f"{result.losses[0]:.4g} → {result.losses[-1]:.4g}; {result.provenance}",
+        f"{result.num_steps} steps, {format_duration(result.step_time)} each (median); "
+        f"{_loss_in_words(result)}{result.provenance}",
         soft_wrap=True,
     )
     elsewhere = result.provenance.elsewhere(Plan.load(plan)) if result.provenance else ""
@@ -138,6 +146,8 @@ def run(
     verdict = result.verdict
     if verdict is not None:
         console.print(f"a step {verdict.sentence()}", style="" if verdict.agrees else "bold red")
+    if outputs is not None:
+        console.print(f"What it gives back is in {outputs}", soft_wrap=True)
     if out is not None:
         result.save(out)
         console.print(f"Written to {out}", soft_wrap=True)
@@ -163,3 +173,8 @@ def run(
         print_json(facts)
     if verdict is not None and not verdict.agrees:
         raise typer.Exit(1)
+
+
+def _loss_in_words(result: ExecutionResult) -> str:
+    """How the loss went; nothing of a forward pass, which has none."""
+    return f"loss {result.losses[0]:.4g} → {result.losses[-1]:.4g}; " if result.losses else ""

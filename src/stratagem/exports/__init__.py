@@ -73,10 +73,16 @@ def export(
         costs: prices of operators; the device model of the plan's cluster when left out.
 
     Raises:
-        ValueError: when there is no such format, or the plan is not for this graph.
+        ValueError: when there is no such format, the plan is not for this graph, or that is a
+            forward pass.
     """
     if target not in FORMATS:
         raise unknown("export", target, FORMATS)
+    if graph.is_forward:
+        raise ValueError(
+            f"plan {plan.name!r} is of the forward pass {graph.name!r}, but {target} is told how "
+            "a model is trained; export a plan of its training step"
+        )
     prices, memory = costs_or_default(costs), RowMemory()
     simulated = simulate_plan(plan, graph, prices, memory=memory)
     sayable = replace(plan, training=plan.training.multiplying_as_stored())

@@ -365,6 +365,9 @@ def execute(
 ) -> ExecutionResult:
     """Train a model for some steps by a plan, on the CPUs or the GPUs of this machine.
 
+    Or run its forward pass, where the plan is for that: `outputs` of the result has what the model
+    returns for the last batch.
+
     Example:
         >>> result = sg.execute(plan, model, batch, steps=10, backend="gloo")  # doctest: +SKIP
         >>> result.step_time  # doctest: +SKIP
@@ -403,16 +406,16 @@ def execute(
             says which and where it was.
     """
     from stratagem.executor.running.execute import execute as run_here
+    from stratagem.executor.running.planned_graph import planned_graph
     from stratagem.executor.state.parameter_parts import model_state
     from stratagem.executor.training.batches import first_batch
     from stratagem.runs.process_ranks import run_processes
-    from stratagem.simulator.torch_ops.capture.capture import capture
 
     known = get_args(Backend)
     if backend not in known:
         raise unknown("backend", backend, known)
     run = run_here if backend == "local" else partial(run_processes, backend=backend)
-    used = graph or capture(model, kwargs=first_batch(data))
+    used = graph or planned_graph(plan, model, first_batch(data))
     plan.check(plan.rewrite(used).graph)
     if backend != "nccl" and any(each.is_cuda for each in model.parameters()):
         warnings.warn(

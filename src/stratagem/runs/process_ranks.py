@@ -122,7 +122,12 @@ def run_processes(
     if result.no_graph:
         warnings.warn(not_graphed(result.no_graph), stacklevel=3)
     warn_not_finite(result.losses, result.first_step)
-    return replace(result, whole_parameters=found["parameters"], gradients=found["gradients"])
+    return replace(
+        result,
+        whole_parameters=found["parameters"],
+        gradients=found["gradients"],
+        outputs=found["outputs"],
+    )
 
 
 def _feeder(
@@ -169,6 +174,7 @@ def main() -> None:
             "result": result.to_json(),
             "parameters": dict(result.parameters),
             "gradients": None if result.gradients is None else dict(result.gradients),
+            "outputs": None if result.outputs is None else dict(result.outputs),
         }
         with atomic_path(Path(folder, RESULT)) as path:
             torch.save(found, path)

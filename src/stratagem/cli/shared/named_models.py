@@ -1,7 +1,8 @@
 """What the command line calls a model and a cluster.
 
 A model is a function ``module:function`` that returns it or its graph, a graph file, or a builder
-of `sg.models` with its arguments: ``sg.models:gpt(num_layers=12, batch=64)``.
+of `sg.models` with its arguments: ``sg.models:gpt(num_layers=12, batch=64)``. With ``forward:``
+before ``module:function`` it is the forward pass of that model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from stratagem.simulator.hardware.cluster import Cluster, preset_names
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+FORWARD = "forward:"
+"""Before ``module:function``, where the forward pass is meant."""
+
 _SPEC = re.compile(r"[\w.]+:\w+")
 _BUILDER = re.compile(r"sg\.models:(\w+)(\(.*\))?", re.DOTALL)
 
@@ -32,10 +36,18 @@ def load_graph(spec: str) -> OperatorGraph:
         >>> load_graph("examples.small_gpt:build")  # doctest: +SKIP
         >>> load_graph("sg.models:mlp([8, 16, 4], batch=32)").num_parameters
         212
+        >>> load_graph("forward:examples.small_gpt:logits").is_forward  # doctest: +SKIP
+        True
 
     Raises:
         ValueError: the file is broken or missing, or the function is missing or fails.
     """
+    forward, spec = spec.startswith(FORWARD), spec.removeprefix(FORWARD)
+    if forward and not _SPEC.fullmatch(spec):
+        raise ValueError(
+            f"model {FORWARD + spec!r}: {FORWARD!r} stands before module:function, as a graph is "
+            "of its training step or of its forward pass already; leave it out"
+        )
     if builder := _BUILDER.fullmatch(spec):
         return _built(spec, builder[1], builder[2] or "()")
     if not _SPEC.fullmatch(spec):
@@ -56,7 +68,8 @@ def load_graph(spec: str) -> OperatorGraph:
     if isinstance(made, OperatorGraph):
         return made
     model, inputs = model_of(spec, made)
-    return capture(model, kwargs=inputs, name=spec.partition(":")[0].rpartition(".")[2])
+    name = spec.partition(":")[0].rpartition(".")[2]
+    return capture(model, kwargs=inputs, name=name, forward=forward)
 
 
 def load_model(spec: str) -> tuple[nn.Module, dict[str, Tensor]]:

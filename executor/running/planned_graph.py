@@ -1,0 +1,51 @@
+"""The graph of a model that a plan was made for: of its training step, or of its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.capture.capture import capture
+
+
+def planned_graph(
+    plan: Plan, model: nn.Module, example: Mapping[str, Tensor], name: str | None = None
+) -> OperatorGraph:
+    """The training step of a model, or its forward pass where it is that which a plan is for.
+
+    Example:
+        >>> planned_graph(plan, model, batch).is_forward  # doctest: +SKIP
+        True
+
+    A plan that is for neither is refused later, by `Plan.check`, for the training step.
+
+    Raises:
+        ValueError: the model cannot be captured (see `capture`).
+    """
+    problem: ValueError | None = None
+    try:
+        training = capture(model, (), example, name=name)
+        if _is_for(plan, training):
+            return training
+    except ValueError as error:
+        problem = error
+    try:
+        forward = capture(model, (), example, name=name, forward=True)
+    except ValueError:
+        if problem is not None:
+            raise problem from None
+        return training
+    if problem is not None and not _is_for(plan, forward):
+        raise problem
+    return forward if _is_for(plan, forward) else training
+
+
+def _is_for(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether a plan runs a graph, perhaps rewritten."""
+    try:
+        return plan.rewrite(graph).graph.fingerprint == plan.fingerprint
+    except ValueError:
+        return False
