@@ -106,6 +106,7 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     devices = f"all {total}" if plan.num_devices == total else f"{plan.num_devices} of {total}"
     if len(plan.stages) > 1:
         kind = "a custom" if plan.has_own_orders else record_of(plan.schedule).words
+        kind = "a" if graph.is_forward else kind
         how = f"in {kind or 'a'} pipeline of {len(plan.stages)} stages"
         how += "" if kind else f" under {plan.schedule!r}"
         if plan.num_ranks < len(plan.stages):
@@ -117,8 +118,9 @@ def _headline(simulation: Simulation, graph: OperatorGraph) -> str:
     cut = f"as {parts} microbatches of {graph.batch // parts}" if parts > 1 else "in one piece"
     slices = num_slices(plan.token_slices)
     cut += f", the tokens of each in {slices} slices" if slices > 1 else ""
+    does = "runs forward" if graph.is_forward else "trains"
     return (
-        f"{plan.model} trains on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
+        f"{plan.model} {does} on {devices} devices of {plan.cluster.name}, {how}; a step runs the "
         f"batch of {graph.batch} {cut}.{_uncut(graph)}{_by_microbatch(plan, graph)}"
         f"{_substituted(plan)}{_in_vain(plan, graph)}"
     )
@@ -194,7 +196,7 @@ def _stage_words(
         f"Stage {number}: {_devices_phrase(simulation.plan, stage)}",
         f"{len(operators)} operators, from {operators[0].name} to {operators[-1].name}:",
         tuple(splits),
-        _memory_phrase(simulation.memory[simulation.plan.rank_of[number]]),
+        _memory_phrase(simulation.memory[simulation.plan.rank_of[number]], graph),
     )
 
 
@@ -289,14 +291,17 @@ def collapse(names: Iterable[str]) -> str:
     return ", ".join(shown[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _memory_phrase(memory: DeviceMemory) -> str:
+def _memory_phrase(memory: DeviceMemory, graph: OperatorGraph) -> str:
     over = memory.peak - memory.capacity
     verdict = "it fits" if memory.fits else f"too much by {format_bytes(over)}"
+    state = "parameters, gradients and optimizer state"
+    held = f"activations (microbatches in flight: {memory.in_flight})"
+    if graph.is_forward:
+        state, held = "parameters", "results of other microbatches"
     phrase = (
         f"Memory: {format_bytes(memory.peak)} of {format_bytes(memory.capacity)} per device, "
-        f"{verdict}: {format_bytes(memory.state)} of parameters, gradients and optimizer state, "
-        f"{format_bytes(memory.activations)} of activations (microbatches in flight: "
-        f"{memory.in_flight}), {format_bytes(memory.working)} to work in"
+        f"{verdict}: {format_bytes(memory.state)} of {state}, "
+        f"{format_bytes(memory.activations)} of {held}, {format_bytes(memory.working)} to work in"
     )
     if memory.waiting:
         phrase += f", {format_bytes(memory.waiting)} of gradients that wait for links"
