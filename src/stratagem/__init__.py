@@ -66,6 +66,7 @@ _HOMES = {
     "RateSchedule": "stratagem.executor.training.learning_rates",
     "fit_links": "stratagem.face.verbs",
     "forecast_run": "stratagem.simulator.forecast.run_forecast",
+    "forward_pass": "stratagem.simulator.graph.forward_pass",
     "limit_capacity": "stratagem.simulator.torch_ops.moe.module_rules",
     "load_checkpoint": "stratagem.executor.checkpoints.reader",
     "export": "stratagem.exports",

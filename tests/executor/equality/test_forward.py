@@ -8,13 +8,14 @@ from torch import nn
 
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.program.instructions import Backward, Norm, Update
+from stratagem.simulator.graph.forward_pass import forward_pass
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.forward_passes import CASES, ForwardCase, drawn_plan, forward_plan
-from tests.support.plans import drawing, sharding, whole
+from tests.support.plans import drawing, gpt_case, sharding, whole
 
 SAMPLE, OUT = DimKind.SAMPLE.value, "out"
 
@@ -111,3 +112,21 @@ def test_a_module_that_evaluates_is_captured_as_it_is() -> None:
         "batch_norm",
         "elementwise",
     ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_forward_pass_of_a_training_step_is_executed(seed: int) -> None:
+    case = gpt_case()
+    graph = forward_pass(case.graph)
+    plan = drawn_plan(graph, seed, drawing)
+    batch = {"input_ids": case.batch["input_ids"]}
+    result = execute(plan, graph, model_state(case.model), batch)
+    seen: list[torch.Tensor] = []
+    head = case.model.get_submodule("head")
+    hook = head.register_forward_hook(lambda module, given, made: seen.append(made.detach()))
+    case.model.eval()(**case.batch)
+    hook.remove()
+    assert result.outputs is not None
+    torch.testing.assert_close(
+        result.outputs["head"].flatten(), seen[0].flatten(), rtol=1e-4, atol=1e-5
+    )

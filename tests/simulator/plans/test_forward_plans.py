@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.forward_pass import forward_pass
+from stratagem.simulator.graph.models import gpt, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.operators.operator import DimKind, GraphOutput, Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
@@ -208,3 +211,35 @@ def test_precision_says_what_parameters_take() -> None:
         plan = forward_plan(graph, [(1,)], whole, training=Training(precision))
         (memory,) = simulate_plan(plan, graph, RooflineCosts()).memory
         assert memory.state == nbytes * graph.num_parameters
+
+
+# -- of a training step -------------------------------------------------------------------------
+
+
+def test_the_forward_pass_of_a_training_step_is_what_its_losses_are_of() -> None:
+    graph = gpt(num_layers=2, hidden=32, num_heads=2, vocabulary=50, batch=4, dropout=0.1)
+    forward = forward_pass(graph)
+    assert [output.name for output in forward.outputs] == ["lm_head"]
+    assert forward.num_parameters == graph.num_parameters
+    assert not any(forward.runs_backward)
+    assert [each.name for each in forward.inputs] == ["input_ids"]
+    assert forward.microbatch_counts == graph.microbatch_counts
+    text = repr([operator.attributes for operator in forward.operators])
+    assert "dropout" not in text
+    assert "dropout" in repr([operator.attributes for operator in graph.operators])
+
+
+def test_batch_norms_of_a_forward_pass_go_by_what_they_have_seen() -> None:
+    forward = forward_pass(resnet(18, batch=8))
+    assert not any(map(takes_statistics, forward.operators))
+    assert forward.microbatch_counts == (1, 2, 4, 8)  # One sample has statistics, too.
+
+
+def test_what_is_not_known_to_evaluate_is_refused() -> None:
+    graph = chain(1, 4, 4)
+    with pytest.raises(ValueError, match=r"'chain' is a forward pass already"):
+        forward_pass(graph)
+    b = GraphBuilder("plain")
+    y = b.linear(b.input("x", (4, 8)), b.parameter("w", (8, 8)), name="layer")
+    with pytest.raises(ValueError, match=r"'plain' has no cross-entropy.*forward=True"):
+        forward_pass(b.build(b.mean(y, [0, 1])))
