@@ -20,6 +20,7 @@ from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.capture.exporting import named_results
+from stratagem.simulator.torch_ops.moe import experts
 from tests.support.plans import Chooser
 
 
@@ -75,6 +76,24 @@ class Images(nn.Module):
         return found
 
 
+class Mixture(nn.Module):
+    """A mixture of experts with fewer slots than choices, and a linear layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, 8, 12) * 0.3)
+        self.down = nn.Parameter(torch.randn(4, 12, 8) * 0.3)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gates = torch.softmax(self.router(x), -1)
+        slots = experts.dispatch(x, gates, top_k=2, capacity=4)
+        made = experts.linear(experts.linear(slots, self.up).relu(), self.down)
+        mixed = experts.combine(made, gates, top_k=2)
+        return self.head(x + mixed), gates
+
+
 def encoder_case() -> ForwardCase:
     """Embedding, attention with dropout, perceptron."""
     torch.manual_seed(0)
@@ -97,10 +116,17 @@ def layers_case() -> ForwardCase:
     return _case(nn.Sequential(*layers), input=torch.randn(12, 10))
 
 
+def mixture_case() -> ForwardCase:
+    """Experts, of which some drop tokens."""
+    torch.manual_seed(3)
+    return _case(Mixture(), x=torch.randn(8, 6, 8))
+
+
 CASES: dict[str, Callable[[], ForwardCase]] = {
     "encoder": functools.cache(encoder_case),
     "images": functools.cache(images_case),
     "layers": functools.cache(layers_case),
+    "mixture": functools.cache(mixture_case),
 }
 
 

@@ -38,9 +38,10 @@ def assert_gives_back(case: ForwardCase, plan: Plan) -> None:
         ([(2,)], (SAMPLE,), 3, 1),
         ([(2,)], (OUT,), 0, 4),
         ([(2, 2)], (SAMPLE, OUT), 0, 2),
+        ([(2,)], ("expert",), 0, 2),
         ([(2,), (1,), (2,)], (SAMPLE,), 0, 4),
     ],
-    ids=["one", "data", "sharded weights", "tensor", "both", "pipeline"],
+    ids=["one", "data", "sharded weights", "tensor", "both", "experts", "pipeline"],
 )
 def test_ways_to_divide_it(
     name: str, shapes: list[tuple[int, ...]], kinds: tuple[str, ...], zero: int, parts: int
