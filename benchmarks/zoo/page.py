@@ -41,7 +41,7 @@ python -m benchmarks.zoo --page docs/zoo.jsonl docs/zoo.md
 have no rule of their own, which
 [torch runs on shards](your-model.md#operators-without-a-rule). *Products* are operations of
 products against those that `torch.utils.flop_counter` counts in a forward pass: it counts no
-attention that runs fused on CPUs, and mixtures of experts are written with all their slots.
+attention that runs fused on CPUs, and of experts slots count up to the last one that is taken.
 
 Lines are as they were measured. What was mended since, and what was not tried, is left to the next
 run.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +69,21 @@ def torch_step(example: Example, dtype: torch.dtype | None = None, *, parts: int
     return Step(float(loss.detach()), {name: grad for name, grad in named if grad is not None})
 
 
+def _grouped(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of a grouped product: each row meets the weight of one group."""
+    return 2 * math.prod(rows) * weight[-1]
+
+
+_GROUPED = {torch.ops.aten._grouped_mm: _grouped}
+"""What torch does not count itself. Those of transformers are of theirs, where there are any."""
+
+
 def torch_flops(example: Example) -> float:
-    """Operations of the products of a forward pass, as torch counts them."""
-    counter = FlopCounterMode(display=False)
+    """Operations of the products of a forward pass, as torch counts them, and of grouped ones."""
+    grouped = dict(_GROUPED)
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        grouped[torch.ops.transformers.grouped_mm_fallback] = _grouped
+    counter = FlopCounterMode(display=False, custom_mapping=grouped)
     model = copy.deepcopy(example.model)
     with counter:
         example.outcome(model, example.batch, example.targets)

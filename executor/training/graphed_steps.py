@@ -60,6 +60,8 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
     if not (on_device and isinstance(interpreter.optimizer, FusedSGD)):
         return "rate and step are numbers of the host where CuPy's kernels are not used"
     for operator in interpreter.program.whole.operators:
+        if operator.kind == "expert_linear" and len(operator.inputs) > 1:
+            return f"operator {operator.name!r} asks in every step how many slots are taken"
         if operator.is_source and any(
             function == "tensor" for function, _ in operator.attributes["steps"]
         ):

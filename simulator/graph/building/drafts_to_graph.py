@@ -83,13 +83,20 @@ def _make_names_unique(drafts: Sequence[OperatorDraft]) -> None:
 
 
 def _name_leaves(draft: OperatorDraft) -> LeafNames:
+    """Names that no two leaves share: the second factor of "in" and the second "in" differ."""
     names: LeafNames = {}
+    used: set[str] = set()
     taken: Counter[str] = Counter()
     for loop in draft.loops:
         leaves = leaves_of(loop.factors)
         for position, leaf in enumerate(leaves):
             name = _leaf_name(loop, leaf, position, len(leaves))
-            names[id(leaf)] = f"{name}{taken[name]}" if taken[name] else name
+            own = f"{name}{taken[name]}" if taken[name] else name
+            while own in used:
+                taken[name] += 1
+                own = f"{name}{taken[name]}"
+            used.add(own)
+            names[id(leaf)] = own
             taken[name] += 1
     return names
 

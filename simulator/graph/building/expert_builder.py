@@ -85,9 +85,7 @@ class ExpertBuilder(ContractionBuilder):
             ValueError: more choices than experts, or no slots.
         """
         x = self._written(x)
-        chosen = self.elementwise(
-            [gates], [["alias", [["in", 0]]]], name=f"{name}.choice", detached=True
-        )
+        chosen = self._chosen(gates, name)
         draft, group, token, choice = self._routing("moe_dispatch", chosen, top_k, capacity, name)
         expert, slot = self._slots(draft, gates, capacity)
         hidden = self._loop(draft, "hidden", ATTRIBUTE, x.shape[-1], labelled=True)
@@ -123,18 +121,22 @@ class ExpertBuilder(ContractionBuilder):
         weight: DraftTensor,
         bias: DraftTensor | None = None,
         *,
+        gates: DraftTensor | None = None,
+        top_k: int = 1,
         name: str = "",
     ) -> DraftTensor:
         """A linear layer of its own for each expert: (..., expert, slot, in) to (..., expert,
         slot, out).
 
         The weight is (expert, in, out), the bias (expert, out). The last two dims of the weight
-        may be seen through a transposition.
+        may be seen through a transposition. With `gates`, slots behind the last one that a token
+        is in are not computed; x then is (group, expert, slot, in).
 
         Raises:
             ValueError: the weight is no parameter of three dims, or sizes differ.
         """
         x = self._written(x)
+        chosen = None if gates is None else self._chosen(gates, name or "expert_linear")
         draft = self._draft("expert_linear", name)
         if not isinstance(weight.node, DraftParameter) or len(weight.node.dims) != 3:
             raise ValueError(
@@ -147,6 +149,8 @@ class ExpertBuilder(ContractionBuilder):
         into = self._loop(draft, "in", REDUCTION, weight.shape[1])
         out = self._loop(draft, "out", PARAMETER, weight.shape[2])
         draft.reads.append(self._bind(draft, x, [*leading, expert, slot, into]))
+        if chosen is not None:
+            self._read_gates(draft, leading, chosen, top_k)
         draft.weights.append(self._bind(draft, weight, [expert, into, out]))
         if not weight.is_plain:
             draft.attributes["transposed"] = True
@@ -155,6 +159,34 @@ class ExpertBuilder(ContractionBuilder):
         made = self._expert_tensor(draft, [*leading, expert, slot, out], x.dtype)
         label(made, [-1], "feature", 1)
         return made
+
+    def _chosen(self, gates: DraftTensor, name: str) -> DraftTensor:
+        """Gates that are looked at and have no gradient."""
+        return self.elementwise(
+            [self._written(gates)],
+            [["alias", [["in", 0]]]],
+            name=f"{name}.choice",
+            detached=True,
+        )
+
+    def _read_gates(
+        self, draft: OperatorDraft, leading: list[Loop], gates: DraftTensor, top_k: int
+    ) -> None:
+        """Let a linear layer see which slots are taken."""
+        if len(leading) != 1 or not 1 <= top_k <= gates.shape[-1]:
+            raise ValueError(
+                f"{draft.where}: its slots have {len(leading)} dims before that of experts, and "
+                f"tokens choose {top_k} of {gates.shape[-1]}; with gates they are of one group "
+                "each, and at least one and at most all are chosen"
+            )
+        token = self._loop(
+            draft, "token", ATTRIBUTE, gates.shape[-2], whole="slots are counted along it"
+        )
+        choice = self._loop(
+            draft, "choice", ATTRIBUTE, gates.shape[-1], whole="the best of all are chosen"
+        )
+        draft.reads.append(self._bind(draft, gates, [*leading, token, choice]))
+        draft.attributes["top_k"] = top_k
 
     def _routing(
         self, kind: str, gates: DraftTensor, top_k: int, capacity: int, name: str

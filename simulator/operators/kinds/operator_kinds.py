@@ -40,7 +40,7 @@ moe_weights    gates (group, token,         none                      (group, to
 moe_dispatch   x (group, token, hidden),    none                      (group, expert, slot,
                gates                                                  hidden); `top_k`
 expert_linear  x (..., expert, slot, in)    weight (expert, in,       (..., expert, slot, out);
-                                            out), or (expert, out,    [`transposed`]
+               [, gates]                    out), or (expert, out,    [`transposed`, `top_k`]
                                             in) if transposed; bias
                                             (expert, out)
 moe_combine    y (group, expert, slot,      none                      (group, token, hidden);

@@ -220,7 +220,14 @@ def _dispatch(call: AtenCall) -> DraftTensor:
 def _expert_linear(call: AtenCall) -> DraftTensor:
     x, weight = call.tensor("x"), call.tensor("weight")
     name = weight.node.name.rpartition(".")[2]
-    return call.builder.expert_linear(x, weight, call.optional("bias"), name=name)
+    return call.builder.expert_linear(
+        x,
+        weight,
+        call.optional("bias"),
+        gates=call.optional("gates"),
+        top_k=call.given("top_k"),
+        name=name,
+    )
 
 
 def _combine(call: AtenCall) -> DraftTensor:
@@ -252,7 +259,7 @@ OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "cat": reads("tensors", "dim")(_cat),
     "stack": reads("tensors", "dim")(_stack),
     "stratagem::moe_dispatch": reads("x", "gates", "top_k", "capacity")(_dispatch),
-    "stratagem::expert_linear": reads("x", "weight", "bias")(_expert_linear),
+    "stratagem::expert_linear": reads("x", "weight", "bias", "gates", "top_k")(_expert_linear),
     "stratagem::moe_combine": reads("y", "gates", "top_k")(_combine),
 }
 """aten name, or that of an operator of ours → handler, and which arguments it reads."""

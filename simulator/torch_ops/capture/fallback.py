@@ -112,7 +112,7 @@ def operator_of(
     number = {old: new for new, old in enumerate(order)}
     flat = renamed(program.calls, lambda r: ["in", number[r[1]]] if r[0] == "in" else r)
     tensors = [seen[i] for i in order]
-    shapes = [
+    shapes: Sequence[OperandShape] = [
         OperandShape(
             tuple(tuple(leaf.size for leaf in leaves_of(dim)) for dim in each.dims),
             each.dtype,

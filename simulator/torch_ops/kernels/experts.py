@@ -96,16 +96,38 @@ def expert_linear(operator: Operator, shards: Shards, inputs: Tensors, weights: 
     weight = weights[0].mT if operator.attributes.get("transposed") else weights[0]
     into = factors((operator.inputs[0].layout[-1],))
     bias = weights[1] if len(weights) > 1 and shards.first(into) else None
-    return each_expert(inputs[0], weight, bias)
+    if len(inputs) < 2:
+        return each_expert(inputs[0], weight, bias)
+    place = _held(operator, shards, operator.outputs[0].layout[-3], inputs[1])
+    taken = slots_taken(
+        inputs[1], place, len(weight), operator.attributes["top_k"], inputs[0].shape[-2]
+    )
+    return each_expert(inputs[0], weight, bias, taken)
 
 
-def each_expert(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Slots (..., expert, slot, in) times the weights (expert, in, out) of their experts."""
-    by_expert = x.movedim(-3, 0)
+def each_expert(
+    x: Tensor, weight: Tensor, bias: Tensor | None, taken: int | None = None
+) -> Tensor:
+    """Slots (..., expert, slot, in) times the weights (expert, in, out) of their experts.
+
+    Those behind the first `taken` are not computed, and hold zeros.
+    """
+    slots = x.shape[-2]
+    by_expert = (x if taken is None else x[..., :taken, :]).movedim(-3, 0)
     made = torch.bmm(by_expert.flatten(1, -2), weight)
     if bias is not None:
         made = made + bias[:, None]
-    return made.reshape(*by_expert.shape[:-1], made.shape[-1]).movedim(0, -3)
+    made = made.reshape(*by_expert.shape[:-1], made.shape[-1]).movedim(0, -3)
+    return functional.pad(made, (0, 0, 0, slots - made.shape[-2])) if taken is not None else made
+
+
+def slots_taken(gates: Tensor, place: Tensor, experts: int, top_k: int, capacity: int) -> int:
+    """Up to which slot a token is in one, of any of `experts` with a `place`; the host waits."""
+    if gates.is_meta:
+        return capacity
+    routes = _routes(gates, top_k, capacity)
+    held = (place[routes.expert] < experts) & (routes.slot < capacity)
+    return max(1, int(((routes.slot + 1) * held).max()))
 
 
 def moe_combine(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

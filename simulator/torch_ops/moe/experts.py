@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from stratagem.simulator.graph.building.expert_builder import expert_capacity
-from stratagem.simulator.torch_ops.kernels.experts import combined, dispatched, each_expert
+from stratagem.simulator.torch_ops.kernels.experts import (
+    combined,
+    dispatched,
+    each_expert,
+    slots_taken,
+)
 
 __all__ = ["capacity", "combine", "dispatch", "linear"]
 
@@ -51,22 +56,40 @@ def dispatch(x: Tensor, gates: Tensor, *, top_k: int, capacity: int) -> Tensor:
     return made
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gates: Tensor | None = None,
+    top_k: int = 1,
+) -> Tensor:
     """A linear layer of its own for each expert.
 
     Example:
         >>> linear(torch.ones(1, 2, 1, 3), torch.ones(2, 3, 4)).shape
         torch.Size([1, 2, 1, 4])
 
+    With `gates`, slots behind the last one that a token is in, of any expert, are not computed and
+    hold zeros, and a plan is priced by how many the busiest expert is expected to fill. It pays
+    where there is a slot for every token.
+
     Args:
         x: (..., expert, slot, in).
         weight: (expert, in, out); ``weight.mT`` where it is stored as (expert, out, in).
         bias: (expert, out).
+        gates: (group, token, expert), as `dispatch` got them.
+        top_k: as `dispatch` got it.
 
     Returns:
         (..., expert, slot, out).
+
+    Raises:
+        ValueError: more choices than experts.
     """
-    made: Tensor = _linear(x, weight, bias)
+    if gates is not None:
+        _check(gates, top_k, x.shape[-2])
+    made: Tensor = _linear(x, weight, bias, gates, top_k)
     return made
 
 
@@ -128,8 +151,13 @@ def _dispatched(x: Tensor, gates: Tensor, top_k: int, capacity: int) -> Tensor:
     return dispatched(x, gates, _places(gates), gates.shape[-1], top_k, capacity)
 
 
-def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return each_expert(x, weight, bias).contiguous()
+def _multiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gates: Tensor | None, top_k: int
+) -> Tensor:
+    taken = None
+    if gates is not None:
+        taken = slots_taken(gates, _places(gates), len(weight), top_k, x.shape[-2])
+    return each_expert(x, weight, bias, taken).contiguous()
 
 
 def _combined(y: Tensor, gates: Tensor, top_k: int) -> Tensor:
@@ -173,7 +201,7 @@ _dispatch = _operator(
 _linear = _operator(
     "expert_linear",
     _multiplied,
-    lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[-1]),
+    lambda x, weight, bias, gates, top_k: x.new_empty(*x.shape[:-1], weight.shape[-1]),
 )
 _combine = _operator(
     "moe_combine",

@@ -5,18 +5,24 @@ that were hit), and an exported graph does not say what that means. For these mo
 the same in terms that capture reads (`experts`):
 
     MixtralSparseMoeBlock    gate ─ softmax ─ dispatch ─ gate_up ─ act · up ─ down ─ combine
+    other blocks             choices of their own ─── dispatch ─ gate_up ─ gate ─ down ─ combine
 
-The module itself stays as it is; its `forward` is exchanged while it is exported.
+The second is for all experts that transformers can run in several ways, which its classes say of
+themselves: their block routes as it does, and only the experts are exchanged.
+
+A module stays as it is; its `forward` is exchanged while it is exported.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,9 +43,9 @@ def limit_capacity(model: nn.Module, factor: float) -> None:
         >>> limit_capacity(MixtralForCausalLM(config), 1.25)  # doctest: +SKIP
 
     Without it no token is dropped, as in the original: every expert has a slot for each token of a
-    sample, and computes on all of them. With a factor of 1 experts have the slots that are needed
-    where all are chosen equally often, and what finds none is dropped, as by GShard (Lepikhin et
-    al. 2020, arXiv 2006.16668).
+    sample, and computes on those up to the last one that is taken, of any expert. With a factor
+    of 1 experts have the slots that are needed where all are chosen equally often, and what finds
+    none is dropped, as by GShard (Lepikhin et al. 2020, arXiv 2006.16668).
 
     Raises:
         ValueError: the factor is not above 0, or the model has no such block.
@@ -65,19 +71,23 @@ def exchanged(model: nn.Module, rules: Rules) -> Iterator[None]:
     class, which subclasses may have replaced.
     """
     changed: list[nn.Module] = []
-    costly: list[tuple[str, float]] = []
+    costly: dict[str, float] = {}
     try:
         for path, module in model.named_modules():
             owner = _owner(module)
             rule = rules.get(owner) or KNOWN.get(_full_name(owner))
+            if rule is None and _routes(module):
+                rule = functools.partial(
+                    _through, note=functools.partial(costly.__setitem__, path)
+                )
             if rule is None:
                 continue
             if owner not in rules and rule is _sparse_block:
-                costly.append((path, _surplus(module)))
+                costly[path] = _surplus(module)
             vars(module)["forward"] = functools.partial(rule, module)
             changed.append(module)
-        _warn(costly)
         yield
+        _warn(list(costly.items()))
     finally:
         for module in changed:
             del vars(module)["forward"]
@@ -93,7 +103,7 @@ def _full_name(owner: type) -> str:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return KNOWN.get(_full_name(_owner(module))) is _sparse_block
+    return KNOWN.get(_full_name(_owner(module))) is _sparse_block or _routes(module)
 
 
 # -- Hugging Face transformers ------------------------------------------------------------------
@@ -113,13 +123,96 @@ def _sparse_block(block: Any, hidden_states: Tensor) -> Tensor:
         hidden_states.shape[1], gates.shape[-1], router.top_k, getattr(block, _FACTOR, None)
     )
     x = experts.dispatch(hidden_states, gates, top_k=router.top_k, capacity=slots)
-    gate, up = experts.linear(x, sizes.gate_up_proj.mT).chunk(2, dim=-1)
-    y = experts.linear(sizes.act_fn(gate) * up, sizes.down_proj.mT)
+    taken = _taken(slots, gates, router.top_k)
+    gate, up = experts.linear(x, sizes.gate_up_proj.mT, **taken).chunk(2, dim=-1)
+    y = experts.linear(sizes.act_fn(gate) * up, sizes.down_proj.mT, **taken)
     made = experts.combine(y, gates, top_k=router.top_k)
     if getattr(router, "norm_topk_prob", True):
         return made
     # `combine` divides gates by the sum of those chosen.
     return made * gates.topk(router.top_k, -1).values.sum(-1, keepdim=True)
+
+
+_LAYOUT = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+"""What transformers says of every class of experts that one of its implementations may run."""
+
+
+def _routes(block: nn.Module) -> bool:
+    """Whether a block sends tokens to experts of transformers by gates that are not below 0.
+
+    Those are softmaxes and sigmoids; a router with more parameters than a linear layer, or a block
+    with some of its own, may scale them to be anything.
+    """
+    found = dict(block.named_children())
+    if not all(hasattr(found.get("experts"), name) for name in (*_LAYOUT, "_apply_gate")):
+        return False
+    router = found.get("gate", found.get("router"))
+    own = [name for name, _ in block.named_parameters(recurse=False)]
+    return (
+        router is not None
+        and not own
+        and {n for n, _ in router.named_parameters()}
+        <= {
+            "weight",
+            "bias",
+        }
+    )
+
+
+def _through(
+    block: Any, hidden_states: Tensor, *args: Any, note: Callable[[float], None], **kwargs: Any
+) -> Any:
+    """A block as it is, but for its experts, which are told how tokens lie in samples."""
+    routed = functools.partial(_routed, block, tuple(hidden_states.shape[:-1]), note)
+    vars(block.experts)["forward"] = routed
+    try:
+        return _owner(block).forward(block, hidden_states, *args, **kwargs)
+    finally:
+        del vars(block.experts)["forward"]
+
+
+def _routed(
+    block: Any,
+    leading: tuple[int, ...],
+    note: Callable[[float], None],
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Tokens (token, hidden) through the experts that `index` (token, choice) says."""
+    sizes, top_k = block.experts, index.shape[-1]
+    if len(leading) != 2 or math.prod(leading) != len(hidden_states):
+        original: Tensor = _owner(sizes).forward(sizes, hidden_states, index, weights)
+        return original
+    every = torch.arange(sizes.num_experts, device=index.device)
+    held = (index[..., None] == every) * weights[..., None].to(hidden_states.dtype)
+    gates = held.sum(-2).reshape(*leading, -1)
+    factor = getattr(block, _FACTOR, None)
+    slots = experts.capacity(leading[1], sizes.num_experts, top_k, factor)
+    note(factor or sizes.num_experts / top_k)
+    x = experts.dispatch(hidden_states.reshape(*leading, -1), gates, top_k=top_k, capacity=slots)
+    taken = _taken(slots, gates, top_k)
+    up = "gate_up_proj" if sizes.has_gate else "up_proj"
+    y = _layer(sizes, up, x, taken)
+    y = sizes._apply_gate(y) if sizes.has_gate else sizes.act_fn(y)
+    y = _layer(sizes, "down_proj", y, taken)
+    if sizes.has_post_expert_norm:
+        y = sizes.post_expert_norm(y)
+    # `combine` divides gates by the sum of those chosen.
+    made: Tensor = experts.combine(y, gates, top_k=top_k) * gates.sum(-1, keepdim=True)
+    return made.flatten(0, 1)
+
+
+def _layer(sizes: Any, name: str, x: Tensor, taken: dict[str, Any]) -> Tensor:
+    """A linear layer of experts as transformers stores it."""
+    weight = getattr(sizes, name)
+    bias = getattr(sizes, f"{name}_bias") if sizes.has_bias else None
+    return experts.linear(x, weight if sizes.is_transposed else weight.mT, bias, **taken)
+
+
+def _taken(slots: int, gates: Tensor, top_k: int) -> dict[str, Any]:
+    """What says which slots are taken, where there is one for each token."""
+    return {"gates": gates, "top_k": top_k} if slots == gates.shape[1] else {}
 
 
 def _router(router: Any, hidden_states: Tensor) -> tuple[Tensor, None, None]:
@@ -158,7 +251,7 @@ def _warn(blocks: list[tuple[str, float]]) -> None:
     if most > _COSTLY:
         warnings.warn(
             f"capture: so that no token is dropped, the experts of {len(blocks)} blocks (such as "
-            f"{path!r}) have {most:g} times the slots that tokens take, and are priced so; "
+            f"{path!r}) have {most:g} times the slots that tokens take, and memory for all; "
             "stratagem.limit_capacity(model, 1.25) gives them 1.25 times as many",
             stacklevel=5,
         )
