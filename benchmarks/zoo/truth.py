@@ -27,6 +27,10 @@ ROUNDING = 8.0
 """How many times as far from float64 as torch's own value one may be."""
 
 
+EXACT = 1e-9
+"""Of a step in float64."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """The loss of a step and its gradients by the names of parameters."""
@@ -107,6 +111,16 @@ def worst_of(
         allowed = {name: max(TOLERANCE, ROUNDING * own[name]) for name in errors}
     worst = max(errors, key=lambda name: errors[name] / allowed[name])
     return worst, errors[worst], allowed[worst]
+
+
+def doubled(example: Example) -> Example:
+    """The same in float64."""
+    return Example(
+        copy.deepcopy(example.model).double(),
+        {name: _cast(x, torch.float64) for name, x in example.batch.items()},
+        example.loss,
+        _cast(example.targets, torch.float64),
+    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
