@@ -37,9 +37,9 @@ python -m benchmarks.zoo > docs/zoo.jsonl
 python -m benchmarks.zoo --page docs/zoo.jsonl docs/zoo.md
 ```
 
-*Equal* says that loss and gradients are, as near as float32 can tell, or in float64 where batch norms of a
-handful of values leave float32 nothing to tell. *Generic* is the share of operations in operators that
-have no rule of their own, which
+*Equal* says that loss and gradients are, as near as float32 can tell, or in float64 where batch
+norms of a handful of values leave float32 nothing to tell. *Generic* is the share of operations in
+operators that have no rule of their own, which
 [torch runs on shards](your-model.md#operators-without-a-rule). *Products* are operations of
 products against those that `torch.utils.flop_counter` counts in a forward pass: it counts no
 attention that runs fused on CPUs, and of experts slots count up to the last one that is taken.

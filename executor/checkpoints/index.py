@@ -169,7 +169,7 @@ class CheckpointIndex:
                     f"({program.graph.name!r}): parameter {name!r} is {_described(theirs)} there "
                     f"and {_described(ours)} here; resume from a checkpoint of this model"
                 )
-        optimizer = program.plan.training.optimizer
+        optimizer = " and ".join(program.plan.training.optimizers)
         if self.optimizer != optimizer:
             raise ValueError(
                 f"checkpoint {where} was written by optimizer {self.optimizer!r}, but plan "

@@ -130,6 +130,8 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
                 if not home.trained or home.stage not in program.ranks[comm.rank].stages:
                     continue
                 stored, mesh = home.stored, program.mesh(home.stage, device)
+                if kind not in program.plan.training.for_parameter(stored.parameter).states:
+                    continue
                 part = part_of(stored.sizes, stored.placements, mesh, device)
                 if part is not None:
                     read = checkpoint.part(kind, stored.parameter, stored.sizes, part)

@@ -89,7 +89,7 @@ def save_checkpoint(
             model=program.plan.model,
             parameters=program.model_parameters,
             plan=program.plan.name,
-            optimizer=training.optimizer,
+            optimizer=" and ".join(training.optimizers),
             states=training.states if updates else (),
             updates=updates,
             rate=interpreter.optimizer.rate,

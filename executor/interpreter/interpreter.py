@@ -22,6 +22,7 @@ from stratagem.executor.program.instructions import (
     Backward,
     Bundle,
     Convert,
+    Direct,
     Forward,
     Free,
     Instruction,
@@ -48,7 +49,8 @@ from stratagem.executor.state.gradient_lists import (
 )
 from stratagem.executor.state.lamb import Lamb
 from stratagem.executor.state.loss_scale import LossScale
-from stratagem.executor.state.optimizers import make_optimizer
+from stratagem.executor.state.muon import moved_by
+from stratagem.executor.state.optimizers import make_optimizer, muon_of
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.kernel_times.training import AVERAGE
@@ -324,6 +326,8 @@ class Interpreter:
                 return self._norm(instruction)
             case Measure():
                 return self._measure(instruction)
+            case Direct():
+                return self._direct(instruction)
             case Stash():
                 return transfer_actions.stash(instruction, memory)
             case Update():
@@ -409,18 +413,22 @@ class Interpreter:
         return run
 
     def _changes(self, named: Sequence[Updated]) -> list[GradientChange]:
-        """How parameters are to be changed: where they are trained in float32, those follow."""
-        values, masters = self._memory.values, self._masters
-        return [
-            GradientChange(each.parameter, values[each.value], values[each.gradient])
-            if (master := masters.get(each.value)) is None
-            else GradientChange(each.parameter, master, values[each.gradient], values[each.value])
-            for each in named
-        ]
+        """How parameters are to be changed by their gradients."""
+        return [self._change(each, self._memory.values[each.gradient]) for each in named]
+
+    def _change(self, updated: Updated, by: Tensor) -> GradientChange:
+        """What is trained in float32 is changed there, and followed by what operators use."""
+        value = self._memory.values[updated.value]
+        master = self._masters.get(updated.value)
+        if master is None:
+            return GradientChange(updated.parameter, value, by)
+        return GradientChange(updated.parameter, master, by, value)
 
     def _update(self, instructions: Sequence[Update]) -> Action:
         """What updates the parameters of some operators, a handful of them at a time."""
-        named = [each for update in instructions for each in update.parameters]
+        every = [each for update in instructions for each in update.parameters]
+        named = [each for each in every if each.direction is None]
+        moved = [each for each in every if each.direction is not None]
         shares = {each.parameter: u.share for u in instructions for each in u.parameters}
         norm = instructions[0].norm
 
@@ -433,8 +441,38 @@ class Interpreter:
                         self._keep_gradient(change.name, change.gradient, shares[change.name])
                 if not self._overflowed:
                     self.optimizer.all_of(scaled)
+            if moved and not self._overflowed:
+                self.optimizer.all_of([self._moved(each) for each in moved])
 
         return run
+
+    def _direct(self, instruction: Direct) -> Action:
+        """What makes this rank's part of a direction."""
+        values, updated, norm = self._memory.values, instruction.updated, instruction.norm
+
+        def run() -> None:
+            (change,) = self._changes([updated])
+            (scaled,) = self._scaled([change], None if norm is None else values[norm])
+            if self.gradients is not None:
+                self._keep_gradient(scaled.name, scaled.gradient, instruction.share)
+            if self._overflowed:  # Others wait for a part, which nobody reads.
+                values[instruction.value] = torch.zeros_like(scaled.parameter)
+            else:
+                muon = muon_of(self.optimizer, scaled.name)
+                values[instruction.value] = muon.direct(scaled)
+
+        return run
+
+    def _moved(self, updated: Updated) -> GradientChange:
+        """A change of this rank's part of a matrix by the direction of all of it."""
+        assert updated.direction is not None
+        stored = next(each for each in self.mine.stored if each.value == updated.value)
+        settings = self.program.plan.training.newton_schulz
+        shape = self.program.graph.parameter_index[updated.parameter].shape
+        whole = moved_by(self._memory.values[updated.direction].reshape(shape), settings)
+        part = local_part(stored, whole, self._parts.seats[stored.stage])
+        change = self._change(updated, part)
+        return change._replace(gradient=part.reshape(change.parameter.shape))
 
     def _scaled(
         self, changes: Sequence[GradientChange], norm: Tensor | None

@@ -22,6 +22,7 @@ from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.recipe_check import check_recipe
 from stratagem.simulator.plan.token_slice_plan import sliced_plan
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
@@ -46,6 +47,7 @@ def lower(plan: Plan, graph: OperatorGraph) -> Program:
             in a way that is not executed (see `Weights`).
     """
     _check_groups(plan, graph)
+    check_recipe(plan.training, graph)
     rewritten = plan.rewrite(graph)
     graph = rewritten.graph
     plan.check(graph)

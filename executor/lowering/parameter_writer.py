@@ -13,6 +13,7 @@ weights are stashed, each microbatch ends in updates of its stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from stratagem.executor.lowering.conversion_writer import Writer
@@ -21,6 +22,7 @@ from stratagem.executor.lowering.weight_uses import Weights, WeightUse
 from stratagem.executor.program.instructions import (
     Bundle,
     Convert,
+    Direct,
     Instruction,
     Measured,
     Stash,
@@ -29,7 +31,7 @@ from stratagem.executor.program.instructions import (
 )
 from stratagem.executor.program.programs import Stored
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.graph.placement import Pin, Placements
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Placements
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
@@ -374,8 +376,13 @@ class ParameterWriter:
         owned = [use for use in self._weights.of[i] if use.use is ParameterUse.OWNED]
         here = [use for use in owned if self._writer.holds(use.home)]
         if here:
-            parameters = tuple(self._updated(use, microbatch) for use in here)
             share = 1 / len(self._updates)
+        directions = {use.parameter: self._direct(use, norm, microbatch) for use in owned}
+        if here:
+            parameters = tuple(
+                replace(self._updated(use, microbatch), direction=directions[use.parameter])
+                for use in here
+            )
             self._writer.write(Update(self._name(i), parameters, norm, share))
         done = {use.home_value for use in owned}
         for use in owned:
@@ -384,6 +391,29 @@ class ParameterWriter:
         for use in self._weights.tied_to(i):
             if use.stage == self._writer.stage:
                 self._publish(use, self._tie(use), microbatch, done)
+
+    def _direct(self, use: WeightUse, norm: str | None, microbatch: int) -> str | None:
+        """Make the direction of a matrix that Muon trains, and bring it to all of the stage."""
+        context = self._writer.context
+        training = context.plan.training.for_parameter(use.parameter)
+        if training.optimizer != "muon":
+            return None
+        updated = self._updated(use, microbatch)
+        own = f"direction of {use.parameter}"
+        if self._writer.holds(use.home):
+            self._writer.write(Direct(updated, own, norm, 1 / len(self._updates)))
+        return self._writer.convert(
+            f"{own}, whole",
+            TaskKind.OTHER,
+            microbatch,
+            source=own,
+            target=f"{own}, whole",
+            sizes=use.sizes,
+            dtype=training.formats.states if training.master_bytes else use.dtype,
+            before=use.home,
+            after=(REPLICATE,) * len(use.home),
+            layout=use.weight.layout,
+        )
 
     def _publish(self, use: WeightUse, task: str, microbatch: int, done: set[str]) -> None:
         if use.used_value in done:

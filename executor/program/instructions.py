@@ -397,11 +397,15 @@ class Receive:
 
 @dataclass(frozen=True)
 class Updated:
-    """One parameter of an `Update`: its name, and the values of its home and of its gradient."""
+    """One parameter of an `Update`: its name, and the values of its home and of its gradient.
+
+    With a `direction` it is updated by that matrix, which is whole, instead of the gradient.
+    """
 
     parameter: str
     value: str
     gradient: str
+    direction: str | None = None
 
 
 @dataclass(frozen=True)
@@ -511,7 +515,43 @@ class Update:
     def reads(self) -> tuple[str, ...]:
         """Values that must be there."""
         norm = () if self.norm is None else (self.norm,)
-        return (*(v for each in self.parameters for v in (each.value, each.gradient)), *norm)
+        each = [(one.value, one.direction or one.gradient) for one in self.parameters]
+        return (*(value for pair in each for value in pair), *norm)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Let the optimizer make the direction of a matrix of its gradient, as Muon does.
+
+    It is made in parts where the gradient is, and brought together before the matrix is updated.
+    """
+
+    updated: Updated
+    value: str
+    norm: str | None
+    share: float
+
+    kind = TaskKind.OTHER
+    microbatch = -1
+
+    def __str__(self) -> str:
+        return self.task
+
+    @property
+    def task(self) -> str:
+        """Name in the timeline."""
+        return f"direction of {self.updated.parameter}"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Values that must be there."""
+        norm = () if self.norm is None else (self.norm,)
+        return (self.updated.value, self.updated.gradient, *norm)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Values that are there afterwards."""
+        return (self.value,)
 
 
 @dataclass(frozen=True)
@@ -573,6 +613,7 @@ Instruction = (
     | Receive
     | Norm
     | Measure
+    | Direct
     | Stash
     | Update
     | Free

@@ -18,6 +18,7 @@ from stratagem.executor.program.instructions import (
     BackwardPart,
     Bundle,
     Convert,
+    Direct,
     Forward,
     Free,
     Instruction,
@@ -93,8 +94,10 @@ class _Player:
             stored = home.stored
             if home.trained and home.stage in self.rank.stages and stored.value in mine:
                 shape = self.program.mesh(stored.stage).shape
-                total += local_elements(stored.sizes, stored.placements, shape)
-        return total * self.program.plan.training.optimizer_bytes
+                training = self.program.plan.training.for_parameter(stored.parameter)
+                elements = local_elements(stored.sizes, stored.placements, shape)
+                total += elements * training.optimizer_bytes
+        return total
 
     # -- storages -------------------------------------------------------------------------------
 
@@ -148,6 +151,8 @@ class _Player:
                 self._add(instruction.value, elements * DTYPE_BYTES[instruction.dtype])
             case Join():
                 self._make(instruction.value, sum(self._bytes_of(v) for v in instruction.pieces))
+            case Direct():
+                self._make(instruction.value, self._direction_bytes(instruction))
             case Stash():
                 for value, copy in instruction.copies:
                     self._make(copy, self._bytes_of(value))
@@ -156,6 +161,14 @@ class _Player:
                     self._free(value)
             case _:
                 pass
+
+    def _direction_bytes(self, instruction: Direct) -> int:
+        """A direction is in the precision in which its parameter is trained."""
+        training = self.program.plan.training
+        whole = self._bytes_of(instruction.updated.value)
+        return (
+            whole // training.parameter_bytes * (training.master_bytes or training.parameter_bytes)
+        )
 
     def _bytes_of(self, value: str) -> int:
         return sum(self.nbytes[number] for number in self.held[value])

@@ -12,6 +12,7 @@ from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.executor.state.lamb import Lamb
+from stratagem.executor.state.muon import Muon
 from stratagem.executor.state.stepping import Alike, Stepping
 from stratagem.simulator.kernel_times.training import Training
 
@@ -60,6 +61,8 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
     On a CUDA device, where CuPy is there, an update of SGD or Adam without groups, momentum,
     amsgrad and averages is one kernel that also writes the copy.
     """
+    if len(training.optimizers) > 1:
+        return _Several(training, device)
     more = training.groups or training.momentum or training.amsgrad or training.average
     plain = not more
     if device is not None and device.type == "cuda" and has_cupy() and plain:
@@ -68,8 +71,65 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
         if training.optimizer == "sgd":
             return FusedSGD(training)
     kinds: Mapping[str, Callable[[Training], Stepping]]
-    kinds = {"sgd": _SGD, "adam": _Adam, "lion": _Lion, "lamb": Lamb}
+    kinds = {"sgd": _SGD, "adam": _Adam, "lion": _Lion, "lamb": Lamb, "muon": Muon}
     return kinds[training.optimizer](training)
+
+
+class _Several:
+    """Optimizers side by side, each of which has some of the parameters."""
+
+    def __init__(self, training: Training, device: torch.device | None) -> None:
+        self._training = training
+        self._each = {
+            optimizer: make_optimizer(training.only(optimizer), device)
+            for optimizer in training.optimizers
+        }
+
+    def of(self, name: str) -> Optimizer:
+        """The one that a parameter is trained by."""
+        return self._each[self._training.for_parameter(name).optimizer]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next updates."""
+        return self._each[self._training.optimizer].rate
+
+    @rate.setter
+    def rate(self, value: float) -> None:
+        for each in self._each.values():
+            each.rate = value
+
+    def __call__(
+        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
+    ) -> None:
+        """See `Optimizer.__call__`."""
+        self.of(name)(name, parameter, gradient, copy)
+
+    def all_of(self, changes: Sequence[GradientChange]) -> None:
+        """See `Optimizer.all_of`."""
+        for optimizer in self._each.values():
+            own = [change for change in changes if self.of(change.name) is optimizer]
+            if own:
+                optimizer.all_of(own)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """See `Optimizer.state`."""
+        return self.of(name).state(name)
+
+    def updates(self, name: str) -> int:
+        """See `Optimizer.updates`."""
+        return self.of(name).updates(name)
+
+    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
+        """See `Optimizer.load`."""
+        self.of(name).load(name, state, updates)
+
+
+def muon_of(optimizer: Optimizer, name: str) -> Muon:
+    """The Muon that makes the direction of a parameter."""
+    one = optimizer.of(name) if isinstance(optimizer, _Several) else optimizer
+    assert isinstance(one, Muon), "only Muon makes directions"
+    return one
 
 
 class _SGD(Stepping):

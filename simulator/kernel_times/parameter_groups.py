@@ -20,6 +20,8 @@ class ParameterGroup:
             one, and ``[…]`` one of several.
         rate: what the learning rate is multiplied by.
         weight_decay: instead of that of all others; None for that one.
+        optimizer: instead of that of all others; empty for that one. Muon, which trains matrices,
+            is given to the whole and another one to a group of the rest, or the other way round.
 
     Raises:
         ValueError: no names, or a rate or a decay below 0.
@@ -28,6 +30,7 @@ class ParameterGroup:
     names: tuple[str, ...]
     rate: float = 1.0
     weight_decay: float | None = None
+    optimizer: str = ""
 
     def __post_init__(self) -> None:
         if not self.names:

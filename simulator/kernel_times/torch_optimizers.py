@@ -9,14 +9,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup, literally
 
 _READ: dict[str, dict[str, str]] = {
     "SGD": {"momentum": "momentum", "nesterov": "nesterov"},
     "Adam": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
     "AdamW": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
+    "Muon": {"momentum": "momentum", "nesterov": "nesterov"},
 }
 """Per class of `torch.optim` the settings that plans have, and what they call them."""
+
+_CALLED = {"SGD": "sgd", "Adam": "adam", "AdamW": "adam", "Muon": "muon"}
+"""What plans call them."""
+
+_MISSING = {
+    "Adafactor": "its statistics are of whole rows and columns",
+    "Adam8bit": "its states are quantised in blocks of whole tensors",
+    "AdamW8bit": "its states are quantised in blocks of whole tensors",
+}
+"""Optimizers that plans do not have, and why."""
 
 _OTHERS = {"dampening": 0, "maximize": False}
 """Settings that plans do not have, and what they must be."""
@@ -26,24 +38,55 @@ _IN_GROUPS = ("lr", "weight_decay")
 
 
 def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
-    """The fields of a `Training` that does what an optimizer does, see `Training.of`."""
-    kind = type(optimizer).__name__
-    if kind not in _READ:
-        raise unknown("optimizer of torch", kind, tuple(_READ))
-    groups = [dict(each) for each in optimizer.param_groups]
-    first = groups[0]
-    for group in groups:
-        _check(kind, group, first)
+    """The fields of a `Training` that does what optimizers do, see `Training.of`."""
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    fields: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for each in given:
+        kind = type(each).__name__
+        if kind in _MISSING:
+            raise ValueError(
+                f"plans do not have {kind}: {_MISSING[kind]}, of which a rank may have a part; "
+                "take AdamW, Lion, LAMB or Muon"
+            )
+        if kind not in _READ:
+            raise unknown("optimizer of torch", kind, tuple(_READ))
+        first = each.param_groups[0]
+        for group in each.param_groups:
+            _check(kind, group, first)
+            groups.append({**group, "optimizer": _CALLED[kind]})
+        own = {mine: first[theirs] for theirs, mine in _READ[kind].items()}
+        if kind == "Muon":
+            own["newton_schulz"] = _newton_schulz(first)
+        _join(fields, own, kind)
     rate = float(max(group["lr"] for group in groups))
-    decay = float(first["weight_decay"])
-    fields = {mine: first[theirs] for theirs, mine in _READ[kind].items()}
+    decay = float(groups[0]["weight_decay"])
     return {
-        "optimizer": "sgd" if kind == "SGD" else "adam",
+        "optimizer": groups[0]["optimizer"],
         "learning_rate": rate,
         "weight_decay": decay,
         **fields,
         "groups": _groups(groups, model, rate, decay),
     }
+
+
+def _join(fields: dict[str, Any], own: Mapping[str, Any], kind: str) -> None:
+    """Put the settings of one optimizer beside those of others, which may share names."""
+    for name, value in own.items():
+        if fields.setdefault(name, value) != value:
+            raise ValueError(
+                f"{kind} has {name}={value!r}, and another optimizer {fields[name]!r}; in a plan "
+                "they have one: give both the same"
+            )
+
+
+def _newton_schulz(group: Mapping[str, Any]) -> NewtonSchulz:
+    return NewtonSchulz(
+        coefficients=tuple(group["ns_coefficients"]),
+        steps=group["ns_steps"],
+        epsilon=group["eps"],
+        adjustment=group["adjust_lr_fn"] or "original",
+    )
 
 
 def _check(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
@@ -70,11 +113,16 @@ def _groups(
 ) -> tuple[ParameterGroup, ...]:
     """Groups that are unlike the whole, and one of what the optimizer does not have."""
     made: list[ParameterGroup] = []
-    apart = len({(group["lr"], group["weight_decay"]) for group in groups}) > 1
+    usual = groups[0]["optimizer"]
+    apart = len({(g["lr"], g["weight_decay"], g["optimizer"]) for g in groups}) > 1
     for group in groups:
-        own = (group["lr"] / rate if rate else 1.0, float(group["weight_decay"]))
+        own = (
+            group["lr"] / rate if rate else 1.0,
+            float(group["weight_decay"]),
+            "" if group["optimizer"] == usual else group["optimizer"],
+        )
         names = _names(group, model) if apart or model is not None else []
-        if apart and own != (1.0, decay):
+        if apart and own != (1.0, decay, ""):
             made.append(ParameterGroup(tuple(map(literally, names)), *own))
     if model is not None:
         held = {id(each) for group in groups for each in group["params"]}

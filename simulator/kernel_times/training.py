@@ -14,6 +14,7 @@ from stratagem.simulator.base.precision import (
     is_full,
     precision_named,
 )
+from stratagem.simulator.kernel_times.newton_schulz import AS_TORCH, NewtonSchulz
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.torch_optimizers import fields_of
 
@@ -23,8 +24,16 @@ OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
     "adam": ("mean", "square"),
     "lion": ("mean",),
     "lamb": ("mean", "square"),
+    "muon": ("momentum",),
 }
 """What an optimizer keeps of each parameter, unless it is told to keep more."""
+
+_OPTIONS = {
+    "momentum": {"sgd", "muon"},
+    "nesterov": {"sgd", "muon"},
+    "amsgrad": {"adam"},
+}
+"""Settings that only some optimizers have."""
 
 AVERAGE = "average"
 """The state of a parameter that is its average."""
@@ -41,14 +50,16 @@ class Training:
         precision: in which formats numbers are held: the name of a preset (`PRECISIONS`), or a
             `Precision`.
         optimizer: ``sgd``, ``adam``, ``lion`` (Chen et al. 2023, arXiv 2302.06675) or ``lamb``
-            (You et al. 2020, arXiv 1904.00962), whose step of a parameter is as long as that is.
+            (You et al. 2020, arXiv 1904.00962), whose step of a parameter is as long as that is,
+            or ``muon`` (Jordan et al. 2024), which trains matrices; groups of others have another.
         learning_rate: of the optimizer, where no schedule of a run scales it.
         betas: decay of the means of the gradient and of its square that Adam and LAMB have; of
             Lion's mean as it is used and as it is kept.
         epsilon: what Adam and LAMB add to the root that they divide by.
         amsgrad: whether Adam divides by the largest of its means so far (Reddi et al. 2018).
-        momentum: of SGD: the share of the last step that is made again.
-        nesterov: whether SGD looks ahead along it (Sutskever et al. 2013).
+        momentum: of SGD and Muon: the share of the last step that is made again.
+        nesterov: whether they look ahead along it (Sutskever et al. 2013).
+        newton_schulz: how Muon orthogonalises.
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
             itself by Adam (AdamW, Loshchilov and Hutter 2019) and Lion, part of the step of LAMB.
         groups: parameters with a rate or a decay of their own; the first that has a name counts.
@@ -117,6 +128,7 @@ class Training:
     amsgrad: bool = False
     momentum: float = 0.0
     nesterov: bool = False
+    newton_schulz: NewtonSchulz = AS_TORCH
     average: str = ""
     average_decay: float = 0.999
     groups: tuple[ParameterGroup, ...] = ()
@@ -133,7 +145,8 @@ class Training:
             (ParameterGroup(names=('bias',), rate=1.0, weight_decay=0.0),)
 
         Args:
-            optimizer: a `torch.optim.SGD`, `Adam` or `AdamW`; nothing of it is changed.
+            optimizer: a `torch.optim.SGD`, `Adam`, `AdamW` or `Muon`, or several of them, of which
+                each has some of the parameters; nothing of them is changed.
             model: whose parameters it has, for their names; may be left out where the optimizer
                 was made of ``named_parameters()``.
             other: fields that an optimizer does not have, such as `precision`.
@@ -178,12 +191,19 @@ class Training:
 
     def _check_options(self) -> None:
         """Refuse what the optimizer does not have, which would be left out in silence."""
-        only = {"momentum": "sgd", "nesterov": "sgd", "amsgrad": "adam"}
-        for name, optimizer in only.items():
-            if getattr(self, name) and self.optimizer != optimizer:
+        for group in self.groups:
+            if group.optimizer and group.optimizer not in OPTIMIZER_STATES:
+                raise unknown("optimizer", group.optimizer, tuple(OPTIMIZER_STATES))
+        if len(self.optimizers) > 1 and "lamb" in self.optimizers:
+            raise ValueError(
+                f"optimizers are {', '.join(self.optimizers)}; lamb takes norms of all parameters "
+                "and is not beside others: give groups no optimizer of their own"
+            )
+        for name, having in _OPTIONS.items():
+            if getattr(self, name) and not having & set(self.optimizers):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but optimizer {self.optimizer!r} has none; "
-                    f"leave it out, or take optimizer={optimizer!r}"
+                    f"leave it out, or take optimizer={min(having, key=len)!r}"
                 )
         if not 0 <= self.average_decay < 1:
             raise ValueError(
@@ -195,6 +215,52 @@ class Training:
             raise ValueError(
                 f"clip_norm is {self.clip_norm} and clip_value {self.clip_value}; choose one"
             )
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """That of the whole, and those of groups that have another one.
+
+        Example:
+            >>> Training(groups=(ParameterGroup(("*.weight",), optimizer="muon"),)).optimizers
+            ('adam', 'muon')
+        """
+        own = (group.optimizer for group in self.groups if group.optimizer)
+        return tuple(dict.fromkeys((self.optimizer, *own)))
+
+    def for_parameter(self, parameter: str) -> Training:
+        """How one parameter is trained: by one optimizer, whose groups differ in numbers alone.
+
+        Example:
+            >>> mixed = Training(groups=(ParameterGroup(("*.weight",), optimizer="muon"),))
+            >>> mixed.for_parameter("up.weight").states, mixed.for_parameter("up.bias").states
+            (('momentum',), ('mean', 'square'))
+        """
+        if len(self.optimizers) == 1:
+            return self
+        first = next((group for group in self.groups if group.holds(parameter)), None)
+        return self._of_each[first.optimizer or self.optimizer if first else self.optimizer]
+
+    def only(self, optimizer: str) -> Training:
+        """How the parameters of one of several optimizers are trained."""
+        return self._of_each[optimizer]
+
+    @cached_property
+    def _of_each(self) -> dict[str, Training]:
+        """The training of the parameters of each optimizer."""
+        groups = tuple(replace(group, optimizer="") for group in self.groups)
+        return {
+            optimizer: replace(
+                self,
+                optimizer=optimizer,
+                groups=groups,
+                **{
+                    name: type(getattr(self, name))()
+                    for name, having in _OPTIONS.items()
+                    if optimizer not in having
+                },
+            )
+            for optimizer in self.optimizers
+        }
 
     def settings_of(self, parameter: str) -> tuple[float, float]:
         """What the rate of a parameter is multiplied by, and its weight decay.
@@ -212,14 +278,17 @@ class Training:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What is kept of each parameter from step to step, by name.
+        """What is kept of each parameter from step to step, by name; of some, not all of it.
 
         Example:
             >>> Training(amsgrad=True).states, Training(optimizer="sgd", momentum=0.9).states
             (('mean', 'square', 'largest'), ('momentum',))
         """
+        if len(self.optimizers) > 1:
+            each = (state for one in self._of_each.values() for state in one.states)
+            return tuple(dict.fromkeys(each))
         more = (
-            ("momentum", self.momentum),
+            ("momentum", self.momentum and self.optimizer == "sgd"),
             ("largest", self.amsgrad),
             (AVERAGE, self.average),
         )
@@ -233,7 +302,7 @@ class Training:
     @property
     def goes_by_parameters(self) -> bool:
         """Whether it counts which elements are one parameter: then no plan rewrites its graph."""
-        return bool(self.groups) or self.measures_updates
+        return bool(self.groups) or self.measures_updates or "muon" in self.optimizers
 
     @cached_property
     def formats(self) -> Precision:

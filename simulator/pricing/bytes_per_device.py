@@ -123,7 +123,7 @@ def _state_bytes(
                 made += used
                 gathered += used - home if choice.zero == 3 else 0
                 scattered += used if choice.zero >= 2 and used > home else 0
-                optimizer += home * training.optimizer_bytes
+                optimizer += home * training.for_parameter(weight.parameter).optimizer_bytes
             case ParameterUse.TIED_HERE:
                 pass
     each, grad = training.parameter_bytes, training.gradient_bytes

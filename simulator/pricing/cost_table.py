@@ -314,7 +314,13 @@ class TableBuilder:
         number = self._memory.number
         needed = self.graph.needs_gradient[i]
         flows = makes_input_gradients(self.graph, i)
-        key = (number(operator.signature), number(choices), uses, needed, flows, runs_again)
+        # Layers that are alike may be trained by several optimizers.
+        trained: tuple[str, ...] = ()
+        if len(self.training.optimizers) > 1:
+            names = (weight.parameter for weight in operator.weights)
+            trained = tuple(self.training.for_parameter(name).optimizer for name in names)
+        kind = (number(operator.signature), number(choices))
+        key = (*kind, uses, needed, flows, runs_again, trained)
         if key not in self._rows:
             self._memory.watch()
             self._rows[key] = self._pricer.row(i, choices, uses, runs_again=runs_again)

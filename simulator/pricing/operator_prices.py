@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
+    REPLICATE,
     Placements,
     Shard,
     local_elements,
@@ -23,17 +26,18 @@ from stratagem.simulator.hardware.collective_times import Collective, collective
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
-from stratagem.simulator.kernel_times.cost_model import CostModel, Direction
+from stratagem.simulator.kernel_times.cost_model import CostModel, Direction, tile_efficiency
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
-from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
+from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes, shape_of
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.pricing.cost_rows import OperatorRow, timed_rows, to_ns
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
+    Residence,
     home_placements,
     makes_input_gradients,
     residences,
@@ -47,6 +51,9 @@ Priced = tuple[float, int]
 """Seconds, and the mask of the resources that they occupy."""
 
 IDLE: Priced = (0.0, 0)
+
+_MUON = "bfloat16"
+"""In which Muon multiplies matrices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +315,9 @@ class OperatorPricer:
     def _parameters(
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
     ) -> _Moved:
-        sync, gather, updated, used = IDLE, IDLE, 0, 0
+        sync, gather, update, used = IDLE, IDLE, IDLE, 0
+        updated: Counter[str] = Counter()
+        trained: dict[str, Training] = {}
         latency: dict[str, tuple[int, float]] = {}
         gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
         for lies in residences(operator, uses, choice, self.mesh.shape):
@@ -319,9 +328,15 @@ class OperatorPricer:
             gather = _add(gather, moved)
             if lies.use is ParameterUse.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
-                updated += local_elements(whole, lies.home, self.mesh.shape)
+                how = self.training.for_parameter(lies.weight.parameter)
+                trained[how.optimizer] = how
+                updated[how.optimizer] += local_elements(whole, lies.home, self.mesh.shape)
+                if how.optimizer == "muon":
+                    update = _add(update, self._orthogonalised(operator, lies, how))
                 used += local_elements(whole, lies.used, self.mesh.shape)
-        update = (self._update_seconds(updated), COMPUTE) if updated else IDLE
+        for optimizer, count in updated.items():
+            seconds = self._update_seconds(count, trained[optimizer])
+            update = _add(update, (seconds, COMPUTE))
         each = sync if choice.zero >= 2 else IDLE
         if choice.fused and sync[0] > 0:
             sync, update = (max(sync[0], update[0]), sync[1]), IDLE
@@ -357,12 +372,29 @@ class OperatorPricer:
         nbytes = added * (self.training.parameter_bytes + 2 * self.training.gradient_bytes)
         return self._moving(nbytes)
 
-    def _update_seconds(self, num_parameters: int) -> float:
+    def _update_seconds(self, num_parameters: int, training: Training) -> float:
         scale = self.calibration.memory_scale
         return scale * max(
-            self.costs.update_cost(num_parameters, self.training, device).seconds
+            self.costs.update_cost(num_parameters, training, device).seconds
             for device in self.devices
         )
+
+    def _orthogonalised(self, operator: Operator, lies: Residence, training: Training) -> Priced:
+        """Bringing the direction of a matrix to every device, and Muon's products there."""
+        shape = shape_of(lies.weight.layout, operator.sizes)
+        if len(shape) != 2:
+            return IDLE
+        nbytes = DTYPE_BYTES[training.formats.states]
+        whole = (REPLICATE,) * len(self.mesh.shape)
+        gather = self._convert(operator, lies.weight, nbytes, lies.home, whole)
+        flops = training.newton_schulz.flops(*shape)
+        seconds = max(
+            flops
+            / (device.peak_flops(_MUON) * device.matmul_efficiency)
+            / tile_efficiency(min(shape), max(shape), 1, device)
+            for device in self.devices
+        )
+        return _add(gather, (seconds * self.calibration.scale(matmul=True), COMPUTE))
 
     def _copy(self, nbytes: int) -> Priced:
         """Reading and writing so many bytes once."""

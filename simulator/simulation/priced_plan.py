@@ -22,6 +22,7 @@ from stratagem.simulator.pipeline.priced_pipeline import (
     shapes_of,
 )
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.recipe_check import check_recipe
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.cost_rows import PricedTime
@@ -197,6 +198,7 @@ def plan_model(
         ValueError: when plans of its schedule are not priced (see `check_priced`), or weights
             cannot be stashed as the plan would need it (see `check_stashing`).
     """
+    check_recipe(plan.training, graph)
     if plan.is_mirrored:
         return _mirrored_model(plan, graph, Prices(costs, memory or RowMemory()))
     schedule = plan.make_schedule()

@@ -64,7 +64,7 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
 
 def _config(found: Uniform, graph: OperatorGraph) -> dict[str, Any]:
     setup, training = found.setup, found.plan.training
-    kinds = {"adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "Lamb"}
+    kinds = {"adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "Lamb", "muon": "Muon"}
     config: dict[str, Any] = {
         "train_batch_size": graph.batch,
         "train_micro_batch_size_per_gpu": setup.microbatch,

@@ -24,6 +24,7 @@ from tests.support.plans import (
     mlp_case,
     random_plan,
     relative_error,
+    sharding,
     whole,
 )
 
@@ -206,6 +207,112 @@ def test_lamb_of_groups_and_of_a_parameter_that_is_zero() -> None:
     assert_same(result, *trained(case, build))
 
 
+def muon_and_adamw(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    """As recipes have it: matrices by one, all else and the last layer by the other."""
+    named = dict(model.named_parameters())
+    last = f"layers.{len(named) // 2 - 1}.weight"
+    matrices = [p for name, p in named.items() if p.dim() == 2 and name != last]
+    others = [p for name, p in named.items() if p.dim() != 2 or name == last]
+    return [
+        optim.Muon(matrices, lr=0.02, **options),
+        optim.AdamW(others, lr=0.01, weight_decay=0.3, eps=1e-3),
+    ]
+
+
+class Both:
+    """Several optimizers of torch as one."""
+
+    def __init__(self, several: list[torch.optim.Optimizer]) -> None:
+        self._several = several
+
+    def zero_grad(self) -> None:
+        for each in self._several:
+            each.zero_grad()
+
+    def step(self) -> None:
+        for each in self._several:
+            each.step()
+
+
+MUONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "without looking ahead": {"nesterov": False, "momentum": 0.5, "weight_decay": 0.0},
+    "other settings": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "eps": 1e-3},
+}
+
+
+@pytest.mark.parametrize("name", MUONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_muon_beside_adamw_is_read_and_executed(name: str, seed: int) -> None:
+    """Matrices are brought together for it, however they are cut."""
+    case = double(mlp_case())
+    training = Training.of(muon_and_adamw(case.model, **MUONS[name]), case.model)
+    assert training.optimizers == ("muon", "adam")
+    plan = random_plan(case, seed + 60 + len(name), training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+    both: Any = lambda m: Both(muon_and_adamw(m, **MUONS[name]))  # noqa: E731
+    assert_same(result, *trained(case, both))
+
+
+def test_muon_goes_on_from_a_checkpoint_under_another_plan(tmp_path: Any) -> None:
+    case = double(mlp_case())
+    training = Training.of(muon_and_adamw(case.model), case.model)
+    state = model_state(case.model)
+    first = make_plan(case, drawing(5), (2,), training=training)
+    execute(first, case.graph, state, case.batch, steps=2, checkpoint=tmp_path, every=2)
+    second = make_plan(case, sharding("parameter", zero=1), (3,), training=training)
+    result = execute(second, case.graph, state, case.batch, steps=STEPS, resume=tmp_path)
+    both: Any = lambda m: Both(muon_and_adamw(m))  # noqa: E731
+    losses, parameters = trained(case, both)
+    assert_same(result, losses[2:], parameters)
+    other = make_plan(case, whole, (1,))
+    with pytest.raises(ValueError, match="written by optimizer 'muon and adam'"):
+        execute(other, case.graph, state, case.batch, steps=STEPS, resume=tmp_path)
+
+
+def test_muon_of_what_is_no_matrix_is_refused_before_anything_is_run() -> None:
+    case = mlp_case()
+    plan = make_plan(case, whole, (1,), training=Training(optimizer="muon", momentum=0.9))
+    said = r"'layers.0.bias' has shape \(13,\), but Muon trains matrices; put it into a group"
+    with pytest.raises(ValueError, match=said):
+        execute(plan, case.graph, model_state(case.model), case.batch)
+    with pytest.raises(ValueError, match=said):
+        sg.simulate(plan, case.graph)
+
+
+def test_muon_and_the_states_of_each_parameter_are_priced() -> None:
+    """One state a matrix, and products and a gather beside the update's bytes."""
+    case = mlp_case()
+    training = Training.of(muon_and_adamw(case.model), case.model)
+    assert training.for_parameter("layers.0.weight").optimizer_bytes == 4
+    assert training.for_parameter("layers.0.bias").optimizer_bytes == 8
+    adam = make_plan(case, whole, (1,), training=Training())
+    muon = make_plan(case, whole, (1,), training=training)
+    matrices = sum(
+        p.numel() for n, p in case.model.named_parameters() if n[7:] in ("0.weight", "1.weight")
+    )
+    memory = [sg.simulate(plan, case.graph).peak_memory for plan in (adam, muon)]
+    assert memory[0] - memory[1] == 4 * matrices
+    cut = make_plan(case, sharding("parameter"), (2,), training=training)
+    by_adam = make_plan(case, sharding("parameter"), (2,))
+    assert sg.simulate(cut, case.graph).step_time > sg.simulate(by_adam, case.graph).step_time
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "lamb", "groups": (sg.ParameterGroup(("*",), optimizer="adam"),)}, "norms"),
+        ({"groups": (sg.ParameterGroup(("*",), optimizer="adams"),)}, "no optimizer 'adams'"),
+        ({"momentum": 0.9}, "optimizer 'adam' has none"),
+    ],
+)
+def test_optimizers_that_do_not_go_together_are_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        Training(**options)
+
+
 AVERAGES: dict[str, Callable[[nn.Module], swa_utils.AveragedModel]] = {
     "equal": swa_utils.AveragedModel,
     "exponential": lambda m: swa_utils.AveragedModel(
@@ -361,6 +468,7 @@ class Own(torch.optim.SGD):
             lambda m: optim.Adagrad(m.parameters()),
             "no optimizer of torch 'Adagrad'; there are SGD",
         ),
+        (lambda m: optim.Adafactor(m.parameters()), "Adafactor: its statistics are of whole rows"),
         (lambda m: optim.SGD(m.parameters(), momentum=0.9, dampening=0.1), "dampening=0.1"),
         (lambda m: optim.AdamW(m.parameters(), maximize=True), "maximize=True"),
         (lambda m: optim.AdamW(by_kind(m, eps=1.0)), "eps=1e-08 and 1.0"),

@@ -1,0 +1,28 @@
+"""What a graph must be like for the recipe of a plan."""
+
+from __future__ import annotations
+
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.training import Training
+
+
+def check_recipe(training: Training, graph: OperatorGraph) -> None:
+    """Refuse parameters that their optimizer cannot train.
+
+    Args:
+        training: of a plan.
+        graph: that it is for.
+
+    Raises:
+        ValueError: names a parameter of Muon that is no matrix.
+    """
+    if "muon" not in training.optimizers:
+        return
+    for each in graph.parameters:
+        by_muon = training.for_parameter(each.name).optimizer == "muon"
+        if each.trainable and by_muon and len(each.shape) != 2:
+            raise ValueError(
+                f"parameter {each.name!r} has shape {each.shape}, but Muon trains matrices; put "
+                "it into a group with another optimizer: sg.ParameterGroup((name,), "
+                'optimizer="adam")'
+            )
