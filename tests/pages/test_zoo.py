@@ -11,7 +11,10 @@ import torch
 from benchmarks.zoo.examples import OWN, example_of, names_in
 from benchmarks.zoo.page import page_of
 from benchmarks.zoo.runner import line_of, lines
+from benchmarks.zoo.trial import _difference, _is_exact
 from benchmarks.zoo.truth import torch_step, worst_of
+from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.plans import Case, make_plan, whole
 
 MODELS = '''
 import os
@@ -25,6 +28,13 @@ def small():
     """Trains."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     return model, (torch.randn(4, 6),), {}, functional.cross_entropy, torch.randint(3, (4,))
+
+
+def normed():
+    """Normalises four samples."""
+    layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+    targets = torch.randint(3, (4,))
+    return nn.Sequential(*layers), (torch.randn(4, 6),), {}, functional.cross_entropy, targets
 
 
 class Choosing(nn.Linear):
@@ -64,7 +74,8 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_every_model_is_a_line_whatever_becomes_of_it(file: Path) -> None:
     names = names_in(file)
-    assert names == ["small", "choosing", "ending", "too_little"]
+    assert names == ["small", "normed", "choosing", "ending", "too_little"]
+    names.remove("normed")
     found = list(lines([(file, name) for name in names], seconds=300, jobs=1))
     small, choosing, ending, too_little = found
     assert small["model"] == "mine.small"
@@ -99,6 +110,19 @@ def test_a_plan_that_trains_something_else_is_found(file: Path) -> None:
     other = torch_step(example)
     name, error, allowed = worst_of(other, example_of(file, "small"), truth)
     assert error > 100 * allowed, name
+
+
+def test_batch_norms_are_compared_by_the_microbatches_of_a_plan(file: Path) -> None:
+    """In float32, and in float64 where that tells nothing: of the batch they are others."""
+    example = example_of(file, "normed")
+    graph = capture(
+        example.model, kwargs=example.batch, loss=example.loss, targets=example.targets
+    )
+    case = Case(example.model, example.tensors, graph)
+    plan = make_plan(case, whole, (1,), num_microbatches=2)
+    assert not _difference(plan, "made", graph, example, torch_step(example))
+    assert _is_exact(plan, example, parts=2)
+    assert not _is_exact(plan, example, parts=1)
 
 
 def test_the_project_has_models_of_every_library() -> None:

@@ -19,6 +19,7 @@ from stratagem.executor.state.gradient_lists import GradientChange, handfuls, su
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
+from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
@@ -58,10 +59,18 @@ def trained(case: Case, plan: Plan, *, every: int, steps: int = 6) -> ExecutionR
 
 
 MIXED = Training("bfloat16", optimizer="adam", learning_rate=0.01, clip_norm=0.1)
+BIASES = ParameterGroup(("*.bias",), optimizer="adam")
+MUON = Training(
+    "bfloat16", optimizer="muon", momentum=0.9, groups=(BIASES,), average="exponential"
+)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("training", [Training(), MIXED], ids=["sgd", "adam in bfloat16"])
+@pytest.mark.parametrize(
+    "training",
+    [Training(), MIXED, MUON, Training("bfloat16", optimizer="lamb")],
+    ids=["sgd", "adam in bfloat16", "muon and adam", "lamb"],
+)
 def test_steps_train_alike_whether_they_are_timed(
     mlp: Case, zero: int, training: Training
 ) -> None:
