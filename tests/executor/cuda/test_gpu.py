@@ -28,8 +28,8 @@ from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
-from tests.executor.runs.test_backends import operations
 from tests.support.plans import Case, make_case, make_plan, megatron, sharding, whole
+from tests.support.workers.communicator_calls import operations
 from tests.support.workers.gpu_worker import STEPS, gpt
 
 cuda = torch.cuda.is_available()

@@ -32,7 +32,6 @@ from stratagem.simulator.stage.stage_blocks import PREFETCH
 from stratagem.simulator.timeline.timeline import lane_name
 from tests.executor.equality.pipelines.test_chimera import random_plan as opposite_plan
 from tests.executor.equality.test_models_executed import case_of
-from tests.executor.runs.test_backends import operations
 from tests.support.cuda.fake_nccl import FakeCommunicator, StuckError, run_fake
 from tests.support.cuda.kernel_places import issued
 from tests.support.plans import (
@@ -46,6 +45,7 @@ from tests.support.plans import (
     random_plan,
     sharding,
 )
+from tests.support.workers.communicator_calls import operations
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.judges import Limits
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.executor.runs.test_backends import operations
+from tests.support.workers.communicator_calls import operations
 
 
 def gpt() -> tuple[SmallGPT, dict[str, torch.Tensor]]:
