@@ -86,7 +86,7 @@ def compare_schedules(
 
     Raises:
         ValueError: when the plan has one stage only or several on the same devices, is not for
-            `graph`, or the model cannot be sliced (see `token_dims`).
+            `graph`, or is of a forward pass, or the model cannot be sliced (see `token_dims`).
     """
     if len(plan.stages) < 2 or plan.num_ranks < len(plan.stages):
         raise ValueError(
@@ -94,7 +94,13 @@ def compare_schedules(
             "devices: schedules are compared for pipelines of at least 2 stages, each on devices "
             "of its own"
         )
-    graph, memory = plan.rewrite(graph).graph, memory or RowMemory()
+    graph = plan.rewrite(graph).graph
+    if graph.is_forward:
+        raise ValueError(
+            f"plan {plan.name!r} is of the forward pass {graph.name!r}, which has one schedule: "
+            "there is nothing to compare; schedules differ in when they go back"
+        )
+    memory = memory or RowMemory()
     plan.check(graph)
     plain = replace(plan, schedule=DEFAULT_SCHEDULE, token_slices=1, orders=())
     model = plan_model(plain, graph, costs, memory)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from stratagem.executor import execute, lower, model_state
+from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.instructions import Backward, Norm, Update
+from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.simulator.graph.forward_pass import forward_pass
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.forward_passes import CASES, ForwardCase, drawn_plan, forward_plan
 from tests.support.plans import drawing, gpt_case, sharding, whole
@@ -84,15 +92,48 @@ def test_the_last_of_several_batches_is_given_back() -> None:
     assert len(result.table.rows) == 3
 
 
-def test_parameters_are_held_in_the_precision_of_the_plan() -> None:
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_parameters_are_held_in_the_precision_of_the_plan(precision: str) -> None:
     case = CASES["layers"]()
-    plan = forward_plan(case.graph, [(2,)], sharding(SAMPLE), training=Training("bfloat16"))
-    result = execute(plan, case.graph, model_state(case.model), case.batch)
+    training = Training(precision)
+    plan = forward_plan(case.graph, [(2,)], sharding(SAMPLE), training=training)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=2)
     assert result.outputs is not None
-    model = CASES["layers"]().model.to(torch.bfloat16)
-    expected = model(case.batch["input"].to(torch.bfloat16)).detach()
-    model.float()
+    dtype = getattr(torch, precision)
+    model = copy.deepcopy(case.model).to(dtype)
+    expected = model(case.batch["input"].to(dtype)).detach()
     torch.testing.assert_close(result.outputs["output"], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_step_without_a_clock_gives_it_back_too() -> None:
+    case = CASES["encoder"]()
+    plan = forward_plan(case.graph, [(2,), (2,)], sharding(SAMPLE), num_microbatches=4)
+    program = lower(plan, case.graph)
+
+    def run(comm: Communicator) -> dict[str, torch.Tensor]:
+        interpreter = Interpreter(program, comm, model_state(case.model))
+        for _ in range(2):
+            interpreter.issue(case.batch)
+        return interpreter.results()
+
+    first, *others = run_local(program.world_size, run)
+    assert not any(others)
+    for name, expected in case.truth().items():
+        torch.testing.assert_close(first[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_memory_is_what_was_said(name: str, parts: int) -> None:
+    case = CASES[name]()
+    plan = forward_plan(case.graph, [(2,)], sharding(SAMPLE), num_microbatches=parts)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, memory=True)
+    said = peak_bytes(lower(plan, case.graph))
+    simulated = simulate_plan(plan, case.graph, default_costs()).peak_memory
+    assert max(result.peak_bytes) == pytest.approx(max(said), rel=0.1)
+    # Ranks keep the inputs of the whole batch, of which a microbatch's are simulated.
+    inputs = sum(each.numel() * each.element_size() for each in case.batch.values())
+    assert 0.8 * simulated <= max(result.peak_bytes) <= 1.2 * simulated + inputs
 
 
 def test_what_only_training_has_is_refused() -> None:

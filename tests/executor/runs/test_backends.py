@@ -242,7 +242,8 @@ def run_gloo(world_size: int, folder: Path) -> list[dict[str, dict[str, object]]
     world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(folder / f"{rank}.pt")],
+            [sys.executable, "-W", "error", "-m", __name__, str(folder / f"{rank}.pt")],
+            cwd=Path(__file__).parents[3],
             env={**os.environ, **world, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

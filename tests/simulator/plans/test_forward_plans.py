@@ -21,6 +21,7 @@ from stratagem.simulator.operators.kinds.sums_over_samples import takes_statisti
 from stratagem.simulator.operators.operator import DimKind, GraphOutput, Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.schedule_comparison import compare_schedules
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
 from stratagem.simulator.torch_ops.capture.capture import capture
@@ -180,6 +181,21 @@ def test_schedules_that_go_back_in_between_are_refused() -> None:
     plan = replace(forward_plan(graph, [(1,), (1,)], whole, num_microbatches=4), schedule="1f1b")
     with pytest.raises(ValueError, match=r"forward pass 'chain' has schedule '1f1b'.*'gpipe'"):
         simulate_plan(plan, graph, RooflineCosts())
+
+
+def test_there_are_no_schedules_to_compare() -> None:
+    graph = chain(4, 8, 8)
+    plan = forward_plan(graph, [(1,), (1,)], whole, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"of the forward pass 'chain', which has one schedule"):
+        compare_schedules(plan, graph, RooflineCosts())
+
+
+def test_token_slices_are_refused() -> None:
+    graph = chain(4, 8, 8)
+    plan = forward_plan(graph, [(1,), (1,)], whole, num_microbatches=4)
+    plan = replace(plan, schedule="terapipe", token_slices=2)
+    with pytest.raises(ValueError, match=r"has 2 token slices, whose results nothing puts"):
+        plan.check(graph)
 
 
 def test_a_graph_has_a_loss_or_outputs() -> None:
