@@ -2,7 +2,7 @@
 
 A model is a function ``module:function`` that returns it or its graph, a graph file, or a builder
 of `sg.models` with its arguments: ``sg.models:gpt(num_layers=12, batch=64)``. With ``forward:``
-before ``module:function`` it is the forward pass of that model.
+in front it is the forward pass of that model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from stratagem.basics.source_places import at_place
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph import models
+from stratagem.simulator.graph.forward_pass import forward_pass
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORWARD = "forward:"
-"""Before ``module:function``, where the forward pass is meant."""
+"""In front of what a model is called, where its forward pass is meant."""
 
 _SPEC = re.compile(r"[\w.]+:\w+")
 _BUILDER = re.compile(r"sg\.models:(\w+)(\(.*\))?", re.DOTALL)
@@ -36,18 +37,20 @@ def load_graph(spec: str) -> OperatorGraph:
         >>> load_graph("examples.small_gpt:build")  # doctest: +SKIP
         >>> load_graph("sg.models:mlp([8, 16, 4], batch=32)").num_parameters
         212
-        >>> load_graph("forward:examples.small_gpt:logits").is_forward  # doctest: +SKIP
+        >>> load_graph("forward:sg.models:mlp([8, 16, 4], batch=32)").is_forward
         True
 
     Raises:
         ValueError: the file is broken or missing, or the function is missing or fails.
     """
-    forward, spec = spec.startswith(FORWARD), spec.removeprefix(FORWARD)
-    if forward and not _SPEC.fullmatch(spec):
-        raise ValueError(
-            f"model {FORWARD + spec!r}: {FORWARD!r} stands before module:function, as a graph is "
-            "of its training step or of its forward pass already; leave it out"
-        )
+    if not spec.startswith(FORWARD):
+        return _graph_of(spec, forward=False)
+    graph = _graph_of(spec.removeprefix(FORWARD), forward=True)
+    return graph if graph.is_forward else forward_pass(graph)
+
+
+def _graph_of(spec: str, *, forward: bool) -> OperatorGraph:
+    """The graph that a model has or is; one that is captured may be of its forward pass."""
     if builder := _BUILDER.fullmatch(spec):
         return _built(spec, builder[1], builder[2] or "()")
     if not _SPEC.fullmatch(spec):
