@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.instructions import Backward, Norm, Update
 from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.searcher.space.graph_rewrites import steps
 from stratagem.simulator.graph.forward_pass import forward_pass
+from stratagem.simulator.graph.substitutions import rewrite
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import DimKind, Operator
@@ -172,3 +175,28 @@ def test_the_forward_pass_of_a_training_step_is_executed(seed: int) -> None:
     torch.testing.assert_close(
         result.outputs["head"].flatten(), seen[0].flatten(), rtol=1e-4, atol=1e-5
     )
+
+
+class Rewritable(nn.Module):
+    """Two layers that read the same, and a mean behind a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.tanh(self.one(x)) * self.two(x)
+        return self.three(made).mean(1), made
+
+
+def test_rewritten_graphs_give_the_same_back() -> None:
+    torch.manual_seed(0)
+    model, batch = Rewritable(), {"x": torch.randn(4, 3, 8)}
+    case = ForwardCase(model, batch, capture(model, (), batch, forward=True))
+    rules = []
+    for step in steps(case.graph):
+        rewritten = rewrite(case.graph, (step,))
+        plan = forward_plan(rewritten.graph, [(2,)], sharding(SAMPLE), num_microbatches=2)
+        assert_gives_back(case, replace(plan, substitutions=(step,)))
+        rules.append(step.rule)
+    assert rules == ["merge", "reduce-first"]
