@@ -93,7 +93,8 @@ def make_rate(spec: str, warmup: int, steps: int) -> Rate:
 
 
 def _function(spec: str, option: str) -> Callable[..., Any]:
-    name, _, function = spec.removeprefix("forward:").partition(":")
+    name, _, function = spec.rpartition(":")
+    name = name.removeprefix("forward:")  # Which pass is meant, a plan knows.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # Last: no file there stands for a package by its name.
     try:

@@ -86,6 +86,13 @@ def test_from_a_search_to_what_is_given_back(place: Path) -> None:
         assert said in str(refused.exception) or said in refused.output
 
 
+def test_a_module_may_be_called_forward(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    (place / "forward.py").write_text(MODEL)
+    assert not load_graph("forward:training").is_forward
+    assert load_graph("forward:forward:training").is_forward
+
+
 def test_a_model_is_captured_as_its_plan_wants_it() -> None:
     case = CASES["layers"]()
     plan = forward_plan(case.graph, [(1,)], sharding(None))

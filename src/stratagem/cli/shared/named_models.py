@@ -43,9 +43,10 @@ def load_graph(spec: str) -> OperatorGraph:
     Raises:
         ValueError: the file is broken or missing, or the function is missing or fails.
     """
-    if not spec.startswith(FORWARD):
+    model = spec.removeprefix(FORWARD)
+    if model == spec or not (":" in model or Path(model).exists()):  # A module may be called so.
         return _graph_of(spec, forward=False)
-    graph = _graph_of(spec.removeprefix(FORWARD), forward=True)
+    graph = _graph_of(model, forward=True)
     return graph if graph.is_forward else forward_pass(graph)
 
 
