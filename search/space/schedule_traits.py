@@ -101,22 +101,22 @@ def schedules_of(
         ('1f1b',)
 
     Args:
-        graph: of a training step, or of a forward pass, which has one schedule only.
+        graph: of a training step, or of a forward pass, which never goes back.
         wanted: those that are asked for; None where none is.
         default: the one that is taken then for training.
 
     Raises:
-        ValueError: a forward pass is to have another schedule than its own.
+        ValueError: a forward pass is to have a schedule that goes back before all is through.
     """
     if not graph.is_forward:
         return tuple(wanted or (default,))
-    other = [name for name in wanted or () if name != FORWARD_SCHEDULE]
+    other = [name for name in wanted or () if not traits_of(name).runs_ahead]
     if other:
         raise ValueError(
             f"{graph.name!r} is a forward pass, in which schedule {other[0]!r} would wait for "
             f"backward passes that are not there; choose {FORWARD_SCHEDULE!r}, or leave it out"
         )
-    return (FORWARD_SCHEDULE,)
+    return tuple(wanted or (FORWARD_SCHEDULE,))
 
 
 def traits_of(schedule: str) -> Traits:
