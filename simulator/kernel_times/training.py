@@ -241,8 +241,8 @@ class Training:
         return self._of_each[first.optimizer or self.optimizer if first else self.optimizer]
 
     def only(self, optimizer: str) -> Training:
-        """How the parameters of one of several optimizers are trained."""
-        return self._of_each[optimizer]
+        """How the parameters of one of the optimizers are trained; the same where there is one."""
+        return self if self.optimizers == (optimizer,) else self._of_each[optimizer]
 
     @cached_property
     def _of_each(self) -> dict[str, Training]:

@@ -16,6 +16,8 @@ from stratagem.executor.program.instructions import Backward, Forward, Update
 from stratagem.executor.program.programs import Program
 from stratagem.executor.running.execute import prepare
 from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.state.gradient_lists import GradientChange
+from stratagem.executor.state.muon import Muon
 from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.profiler.cache.timing_keys import Measurement, summarise
@@ -46,13 +48,17 @@ def executor_update(
 ) -> Callable[[], None]:
     """An update of one flat parameter as the executor makes it, for `profiler.profile_updates`.
 
-    Below float32 it is that of a float32 parameter, which a copy in the precision follows.
+    Below float32 it is that of a float32 parameter, which a copy in the precision follows. Muon's
+    products are left out, which are priced by the shape of each matrix.
     """
     parameter = torch.randn(num_parameters, device=device)
     copy = parameter.to(getattr(torch, training.formats.storage))
     gradient = torch.randn_like(copy)
     update = make_optimizer(training, device)
     followed = None if copy is parameter else copy
+    change = GradientChange("parameter", parameter, gradient, followed)
+    if isinstance(update, Muon):
+        return lambda: update.all_of([change._replace(gradient=update.direct(change))])
     return lambda: update("parameter", parameter, gradient, followed)
 
 

@@ -127,9 +127,15 @@ def profile_wanted(
             predict=lambda operator: _seconds(operator, operator.sizes, training, kind),
             progress=tell,
         )
-        profile_updates(
-            training, timings, executor_update, device=device, load=load, effort=effort
-        )
+        for optimizer in training.optimizers:
+            profile_updates(
+                training.only(optimizer),
+                timings,
+                executor_update,
+                device=device,
+                load=load,
+                effort=effort,
+            )
         if device == "cpu":
             profile_dispatch(timings, executor_dispatch, load=load)
         costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
 import stratagem as sg
+from stratagem.calibration.executor_measurements import executor_update
 from stratagem.executor import ExecutionResult, execute, model_state
-from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
 from tests.support.plans import (
     Case,
     drawing,
@@ -296,6 +297,13 @@ def test_muon_and_the_states_of_each_parameter_are_priced() -> None:
     cut = make_plan(case, sharding("parameter"), (2,), training=training)
     by_adam = make_plan(case, sharding("parameter"), (2,))
     assert sg.simulate(cut, case.graph).step_time > sg.simulate(by_adam, case.graph).step_time
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER_STATES)
+def test_an_update_of_every_optimizer_can_be_timed(optimizer: str) -> None:
+    update = executor_update(1000, Training("bfloat16", optimizer=optimizer), torch.device("cpu"))
+    update()
+    update()
 
 
 @pytest.mark.parametrize(
