@@ -141,8 +141,9 @@ class Training:
             >>> import torch
             >>> model = torch.nn.Linear(3, 2)
             >>> groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0}]
-            >>> Training.of(torch.optim.AdamW(groups, lr=0.1), model).groups
-            (ParameterGroup(names=('bias',), rate=1.0, weight_decay=0.0),)
+            >>> training = Training.of(torch.optim.AdamW(groups, lr=0.1), model)
+            >>> [(each.names, each.weight_decay) for each in training.groups]
+            [(('bias',), 0.0)]
 
         Args:
             optimizer: a `torch.optim.SGD`, `Adam`, `AdamW` or `Muon`, or several of them, of which
