@@ -256,7 +256,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     for module in ("stratagem.runs.process_ranks", "stratagem.calibration.executor_measurements"):
         import_module(module)  # Those that take `run_ranks` by name must have the real one first.
-    monkeypatch.setattr("stratagem.executor.__main__.capture", captured)
+    monkeypatch.setattr("stratagem.executor.running.planned_graph.capture", captured)
     monkeypatch.setattr("stratagem.executor.running.execute.run_local", threads)
     monkeypatch.setattr(import_module("stratagem.executor.running.launch"), "run_ranks", processes)
     return runs
