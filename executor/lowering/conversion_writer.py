@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.executor.lowering.plan_context import Context, Crossing
-from stratagem.executor.program.instructions import (
-    Convert,
-    Instruction,
-    Meeting,
-    Portion,
-    Receive,
-    Send,
-)
+from stratagem.executor.program.instructions import Convert, Instruction, Receive, Send
 from stratagem.executor.program.numbered_meshes import joint_number
+from stratagem.executor.program.operands import Meeting, Portion
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
 from stratagem.simulator.hardware.collective_times import Collective

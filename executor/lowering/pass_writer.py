@@ -24,14 +24,11 @@ from stratagem.executor.lowering.weight_uses import Weights
 from stratagem.executor.program.instructions import (
     Backward,
     BackwardPart,
-    Cut,
     Forward,
     Instruction,
     Join,
-    Operand,
-    Piece,
-    Portion,
 )
+from stratagem.executor.program.operands import Cut, Operand, Piece, Portion
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots

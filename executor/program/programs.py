@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stratagem.executor.program.instructions import EVERYONE, Instruction, Meeting, Receive, Send
+from stratagem.executor.program.instructions import Instruction, Receive, Send
 from stratagem.executor.program.numbered_meshes import meshes_of
+from stratagem.executor.program.operands import EVERYONE, Meeting
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap

@@ -20,15 +20,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stratagem.executor.program.instructions import (
-    Free,
-    Instruction,
-    Meeting,
-    Receive,
-    Send,
-    meetings_of,
-)
+from stratagem.executor.program.instructions import Free, Instruction, Receive, Send, meetings_of
 from stratagem.executor.program.numbered_meshes import all_meshes
+from stratagem.executor.program.operands import Meeting
 from stratagem.executor.program.programs import Program
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 

@@ -20,8 +20,8 @@ from stratagem.executor.program.instructions import (
     Forward,
     Free,
     Instruction,
-    Operand,
 )
+from stratagem.executor.program.operands import Operand
 
 Held = Callable[[Forward, Backward], int]
 
