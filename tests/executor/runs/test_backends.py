@@ -304,7 +304,10 @@ def gradients_left(comm: Communicator) -> dict[str, object]:
         sums.append(weakref.ref(pending.finish()))
         del pending
     comm.barrier()
-    left = sum(total() is not None for total in sums)
+    # A thread of gloo may not have let go of work that is over; no collector comes meanwhile.
+    until = time.monotonic() + 10
+    while (left := sum(total() is not None for total in sums)) and time.monotonic() < until:
+        time.sleep(0.01)
     gc.enable()
     return {"left": left}
 
