@@ -36,6 +36,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pipeline import priced_pipeline
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.pricing import repeated_layers
 from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
@@ -142,7 +143,11 @@ class Stopwatch:
 PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "table": ((TableBuilder, "__init__"), (TableBuilder, "build")),
     "blocks": ((StageShapes, "blocks"),),
-    "macro": ((priced_plan, "macro_graph"), (Plan, "make_schedule")),
+    "macro": (
+        (priced_pipeline, "macro_graph"),
+        (priced_plan, "macro_graph"),
+        (Plan, "make_schedule"),
+    ),
     "play": ((priced_plan, "macro_durations"), (priced_plan, "simulate")),
     "memory": ((StageShapes, "lifetimes"), (simulation, "rank_memory")),
 }

@@ -20,6 +20,7 @@ from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
 from stratagem.executor.program.programs import LOSS
 from stratagem.executor.state.fused_optimizers import FusedSGD
+from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 
 FIRST_STEPS = 3
 """Steps that run before one is recorded. The first makes what is made once; the next ones are
@@ -60,7 +61,8 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
     if not (on_device and isinstance(interpreter.optimizer, FusedSGD)):
         return "rate and step are numbers of the host where CuPy's kernels are not used"
     for operator in interpreter.program.whole.operators:
-        if operator.kind == "expert_linear" and len(operator.inputs) > 1:
+        asks_host = kind_of(operator).asks_host
+        if asks_host is not None and len(operator.inputs) > asks_host:
             return f"operator {operator.name!r} asks in every step how many slots are taken"
         if operator.is_source and any(
             function == "tensor" for function, _ in operator.attributes["steps"]

@@ -170,6 +170,8 @@ class OperatorKind:
         values: per input what it holds, where that is not numbers of any size.
         values_of: likewise of an operator, where its kind alone does not say so.
         buffers: weights that passes write, and that are not trained.
+        asks_host: the number of inputs above which the host reads a value in every pass, to know
+            how much there is to do; None where it never does.
         as_source: how a source computes the same; None where it cannot.
 
     Raises:
@@ -193,6 +195,7 @@ class OperatorKind:
     values: Mapping[int, InputValues] = field(default_factory=dict)
     values_of: Callable[[Operator], Mapping[int, InputValues]] | None = None
     buffers: tuple[int, ...] = ()
+    asks_host: int | None = None
     as_source: Callable[[ProgramDraft, Remade], Reference] | None = None
 
     def held(self, operator: Operator) -> Mapping[int, InputValues]:

@@ -149,6 +149,7 @@ EXPERT_LINEAR = OperatorKind(
     traffic=EachTensorOnce(),
     saved=SavedTensors(inputs=(0,)),
     weight_share=0.5,
+    asks_host=1,
 )
 
 CONV2D = OperatorKind(

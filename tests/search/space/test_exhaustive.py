@@ -84,9 +84,9 @@ def test_replaying_only_what_changed_scores_as_from_scratch() -> None:
     on = cluster(4)
     skeleton = next(s for s in skeletons(graph, on) if len(s.stages) == 2)
     problem = problem_of(graph, skeleton, on)
-    kept = {i: c[:2] for i, c in enumerate(problem.choices)}
+    kept = tuple(c[:2] for c in problem.choices)
     small = make_problem(graph, skeleton, on, Training(), COSTS, (0,))
-    small = replace(small, choices=tuple(kept[i] for i in range(len(kept))))
+    small = replace(small, priced=replace(small.priced, choices=kept))
     found = exhaustive(small, limit=1 << 17)
     assert found.num_plans == 2 ** sum(len(c) > 1 for c in small.choices)
     assert found.score == AnnealingChain(problem, found.choice, total=1, seed=0).score()
