@@ -77,6 +77,13 @@ class ExecutionResult(SavedValue):
     whole_averages: Mapping[str, Tensor] | None = None
 
     @property
+    def tensors(self) -> dict[str, dict[str, Tensor] | None]:
+        """What a result file leaves out, by field: tensors by name, or nothing."""
+        fields = ("whole_parameters", "whole_averages", "gradients", "outputs")
+        found = {field: getattr(self, field) for field in fields}
+        return {field: None if each is None else dict(each) for field, each in found.items()}
+
+    @property
     def parameters(self) -> Mapping[str, Tensor]:
         """Whole parameters and buffers after the steps, by name.
 

@@ -122,12 +122,7 @@ def run_processes(
     if result.no_graph:
         warnings.warn(not_graphed(result.no_graph), stacklevel=3)
     warn_not_finite(result.losses, result.first_step)
-    return replace(
-        result,
-        whole_parameters=found["parameters"],
-        gradients=found["gradients"],
-        outputs=found["outputs"],
-    )
+    return replace(result, **found["tensors"])
 
 
 def _feeder(
@@ -170,12 +165,7 @@ def main() -> None:
         **task["options"],
     )
     if os.environ["RANK"] == "0":
-        found = {
-            "result": result.to_json(),
-            "parameters": dict(result.parameters),
-            "gradients": None if result.gradients is None else dict(result.gradients),
-            "outputs": None if result.outputs is None else dict(result.outputs),
-        }
+        found = {"result": result.to_json(), "tensors": result.tensors}
         with atomic_path(Path(folder, RESULT)) as path:
             torch.save(found, path)
 

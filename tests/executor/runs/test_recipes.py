@@ -362,6 +362,23 @@ def test_averages_are_those_of_torch(name: str, kind: str, tmp_path: Any) -> Non
         assert relative_error(saved[parameter], value) < 1e-9, parameter
 
 
+@pytest.mark.slow
+def test_averages_come_back_from_processes() -> None:
+    """They were kept there, and lost on the way to whoever asked for the run."""
+    case = mlp_case()
+    training = Training(average="equal", learning_rate=0.05)
+    plan = make_plan(case, sharding("sample", zero=1), (2,), training=training)
+    here, there = (
+        sg.execute(plan, case.model, case.batch, steps=3, backend=backend)
+        for backend in ("local", "gloo")
+    )
+    assert (
+        here.averages.keys() == there.averages.keys() == dict(case.model.named_parameters()).keys()
+    )
+    for name, average in here.averages.items():
+        assert relative_error(there.averages[name], average) < 1e-6, name
+
+
 def test_averages_that_nobody_kept_are_refused(tmp_path: Any) -> None:
     case = mlp_case()
     plan, state = make_plan(case, whole, (1,)), model_state(case.model)
