@@ -334,7 +334,8 @@ def _search_graph(
         raise KeyboardInterrupt
     if best is None:
         raise ValueError(_no_plan(run, wishes))
-    given = _simplest(run, best) if prefer == "simplest" else best
+    simple = prefer == "simplest" and reason is not StopReason.INTERRUPTED
+    given = _simplest(run, best) if simple else best
     named = _named(given, graph, seed)
     return SearchResult(
         graph=graph,

@@ -9,6 +9,9 @@ from dataclasses import replace
 import pytest
 
 import stratagem as sg
+from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.result import Budget, StopReason
+from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.improvement.simpler_plans import (
     TELLS_APART,
     like_layers,
@@ -142,6 +145,21 @@ def test_nothing_is_simulated_once_there_is_no_time() -> None:
 
     assert simplest(fastest, [], graph, late, lambda s: s.fits, 64) is fastest
     assert asked == 1
+
+
+def test_an_interrupted_search_simulates_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(progress: SearchProgress) -> None:
+        if progress.phase.startswith("refining"):
+            raise KeyboardInterrupt
+
+    def asked(*_: object) -> None:
+        raise AssertionError("a simpler plan was looked for")
+
+    monkeypatch.setattr(searching, "_simplest", asked)
+    result = searching.search(
+        small(), cluster(), prefer="simplest", progress=interrupt, budget=Budget(evaluations=100)
+    )
+    assert result.stop_reason is StopReason.INTERRUPTED
 
 
 @pytest.mark.slow
