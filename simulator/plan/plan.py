@@ -516,15 +516,19 @@ def own_schedule(
             raise ValueError(
                 f"{where} has {ours} {what}, but its orders are for {theirs}: change one of them"
             )
-    return schedule
+    return _validated(orders)
 
 
 @lru_cache(maxsize=REMEMBERED_SCHEDULES)
 def _parsed(orders: tuple[str, ...]) -> Schedule:
-    """Checked: each plan of a search on its orders has the same."""
-    schedule = Schedule.parse("\n".join(orders), name=CUSTOM)
-    validate(schedule)
-    return schedule
+    """Remembered, as each plan of a search on its orders has the same."""
+    return Schedule.parse("\n".join(orders), name=CUSTOM)
+
+
+@lru_cache(maxsize=REMEMBERED_SCHEDULES)
+def _validated(orders: tuple[str, ...]) -> Schedule:
+    validate(_parsed(orders))
+    return _parsed(orders)
 
 
 def ranks_of(plan: Plan) -> dict[int, int]:

@@ -167,7 +167,7 @@ def test_every_schedule_has_a_plan_file(devices, fields, tmp_path: Path) -> None
         (((0,),), {"schedule": "custom", "orders": ORDERS}, "has 1 stages, but .* are for 2"),
         (
             ((0,), (0,)),
-            {"schedule": "custom", "orders": ("rank 0: 0F0 1F0 1B0 0B0",)},
+            {"schedule": "custom", "orders": ("rank 0: 0F0 1F0 0B0 1B0",)},
             "has 2 microbatches, but its orders are for 1",
         ),
         (
