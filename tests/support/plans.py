@@ -431,6 +431,16 @@ def assert_same_gradients(
     assert max(gradient_errors(ours.gradients, theirs.gradients).values()) < tolerance
 
 
+def assert_train_alike(case: Case, *plans: Plan) -> None:
+    """Losses and gradients of two steps are the same by two plans, which draw the same numbers."""
+    state = model_state(case.model)
+    ours, theirs = (
+        execute(plan, case.graph, state, case.batch, steps=2, gradients=True) for plan in plans
+    )
+    assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE)
+    assert_same_gradients(ours, theirs)
+
+
 def assert_runs_like_torch(case: Case, plan: Plan) -> None:
     """One run of three steps shows what `assert_equal_to_torch` and `assert_trains_like_torch` do.
 

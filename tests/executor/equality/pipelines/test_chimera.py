@@ -48,6 +48,7 @@ from tests.support.plans import (
     Chooser,
     assert_runs_like_torch,
     assert_same_gradients,
+    assert_train_alike,
     assert_trains_like_torch,
     drawing,
     make_case,
@@ -336,13 +337,7 @@ def test_dropout_drops_the_same(dropping: Case) -> None:
     plan = opposite(dropping, sharding("sample"), TWO, TWO, training=training)
     plan = changed(replace(plan, seed=3), recompute=True)
     one = replace(make_plan(dropping, whole, ONE, training=training), seed=3)
-    state = model_state(dropping.model)
-    ours, truth = (
-        execute(each, dropping.graph, state, dropping.batch, steps=2, gradients=True)
-        for each in (plan, one)
-    )
-    assert ours.losses == pytest.approx(truth.losses, rel=TOLERANCE)
-    assert_same_gradients(ours, truth)
+    assert_train_alike(dropping, plan, one)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])

@@ -42,7 +42,7 @@ from tests.support.plans import (
     Chooser,
     assert_equal_to_torch,
     assert_runs_like_torch,
-    assert_same_gradients,
+    assert_train_alike,
     make_case,
     make_plan,
     random_plan,
@@ -210,16 +210,10 @@ def dropped() -> Case:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_slices_drop_the_same(dropped: Case, slices: Slices, recompute: bool) -> None:
     """Of embeddings, probabilities and features; whole tokens' features in Dropout1d."""
-    state = model_state(dropped.model)
     choose = recomputing(whole) if recompute else whole
     plan = replace(sliced(dropped, slices, choose=choose), seed=SEED)
     one = replace(make_plan(dropped, whole, (1,), training=SGD), seed=SEED)
-    ours, theirs = (
-        execute(each, dropped.graph, state, dropped.batch, steps=2, gradients=True)
-        for each in (plan, one)
-    )
-    assert ours.losses == pytest.approx(theirs.losses, rel=TOLERANCE)
-    assert_same_gradients(ours, theirs)
+    assert_train_alike(dropped, plan, one)
 
 
 # -- what was predicted -------------------------------------------------------------------------
