@@ -428,7 +428,7 @@ class Interpreter:
         """What updates the parameters of some operators, a handful of them at a time."""
         every = [each for update in instructions for each in update.parameters]
         named = [each for each in every if each.direction is None]
-        moved = [each for each in every if each.direction is not None]
+        moves = [self._mover(each) for each in every if each.direction is not None]
         shares = {each.parameter: u.share for u in instructions for each in u.parameters}
         norm = instructions[0].norm
 
@@ -441,8 +441,8 @@ class Interpreter:
                         self._keep_gradient(change.name, change.gradient, shares[change.name])
                 if not self._overflowed:
                     self.optimizer.all_of(scaled)
-            if moved and not self._overflowed:
-                self.optimizer.all_of([self._moved(each) for each in moved])
+            if moves and not self._overflowed:
+                self.optimizer.all_of([move() for move in moves])
 
         return run
 
@@ -451,7 +451,7 @@ class Interpreter:
         values, updated, norm = self._memory.values, instruction.updated, instruction.norm
 
         def run() -> None:
-            (change,) = self._changes([updated])
+            change = self._change(updated, values[updated.gradient])
             (scaled,) = self._scaled([change], None if norm is None else values[norm])
             if self.gradients is not None:
                 self._keep_gradient(scaled.name, scaled.gradient, instruction.share)
@@ -463,16 +463,21 @@ class Interpreter:
 
         return run
 
-    def _moved(self, updated: Updated) -> GradientChange:
-        """A change of this rank's part of a matrix by the direction of all of it."""
-        assert updated.direction is not None
+    def _mover(self, updated: Updated) -> Callable[[], GradientChange]:
+        """What makes a change of this rank's part of a matrix, by the direction of all of it."""
+        direction, values = updated.direction, self._memory.values
+        assert direction is not None
         stored = next(each for each in self.mine.stored if each.value == updated.value)
-        settings = self.program.plan.training.newton_schulz
+        settings, seat = self.program.plan.training.newton_schulz, self._parts.seats[stored.stage]
         shape = self.program.graph.parameter_index[updated.parameter].shape
-        whole = moved_by(self._memory.values[updated.direction].reshape(shape), settings)
-        part = local_part(stored, whole, self._parts.seats[stored.stage])
-        change = self._change(updated, part)
-        return change._replace(gradient=part.reshape(change.parameter.shape))
+
+        def moved() -> GradientChange:
+            whole = moved_by(values[direction].reshape(shape), settings)
+            part = local_part(stored, whole, seat)
+            change = self._change(updated, part)
+            return change._replace(gradient=part.reshape(change.parameter.shape))
+
+        return moved
 
     def _scaled(
         self, changes: Sequence[GradientChange], norm: Tensor | None

@@ -225,6 +225,11 @@ class ParameterWriter:
             if use.use is ParameterUse.OWNED and self._writer.holds(use.home)
         ]
 
+    @property
+    def _share(self) -> float:
+        """Of what is updated in a step, what one update is."""
+        return 1 / len(self._updates)
+
     def _updated(self, use: WeightUse, microbatch: int) -> Updated:
         return Updated(use.parameter, use.home_value, self._total(use, microbatch))
 
@@ -375,15 +380,13 @@ class ParameterWriter:
         """Update what operator `i` owns, and bring the new values to their users in this stage."""
         owned = [use for use in self._weights.of[i] if use.use is ParameterUse.OWNED]
         here = [use for use in owned if self._writer.holds(use.home)]
-        if here:
-            share = 1 / len(self._updates)
         directions = {use.parameter: self._direct(use, norm, microbatch) for use in owned}
         if here:
             parameters = tuple(
                 replace(self._updated(use, microbatch), direction=directions[use.parameter])
                 for use in here
             )
-            self._writer.write(Update(self._name(i), parameters, norm, share))
+            self._writer.write(Update(self._name(i), parameters, norm, self._share))
         done = {use.home_value for use in owned}
         for use in owned:
             if not use.is_gathered:
@@ -401,7 +404,7 @@ class ParameterWriter:
         updated = self._updated(use, microbatch)
         own = f"direction of {use.parameter}"
         if self._writer.holds(use.home):
-            self._writer.write(Direct(updated, own, norm, 1 / len(self._updates)))
+            self._writer.write(Direct(updated, own, norm, self._share))
         return self._writer.convert(
             f"{own}, whole",
             TaskKind.OTHER,

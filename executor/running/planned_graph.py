@@ -25,22 +25,20 @@ def planned_graph(
     Raises:
         ValueError: the model cannot be captured (see `capture`).
     """
-    problem: ValueError | None = None
-    try:
-        training = capture(model, (), example, name=name)
-        if _is_for(plan, training):
-            return training
-    except ValueError as error:
-        problem = error
-    try:
-        forward = capture(model, (), example, name=name, forward=True)
-    except ValueError:
-        if problem is not None:
-            raise problem from None
-        return training
-    if problem is not None and not _is_for(plan, forward):
-        raise problem
-    return forward if _is_for(plan, forward) else training
+    found: list[OperatorGraph | ValueError] = []
+    for forward in (False, True):
+        try:
+            graph = capture(model, (), example, name=name, forward=forward)
+        except ValueError as error:
+            found.append(error)
+            continue
+        if _is_for(plan, graph):
+            return graph
+        found.append(graph)
+    training = found[0]
+    if isinstance(training, ValueError):
+        raise training
+    return training
 
 
 def _is_for(plan: Plan, graph: OperatorGraph) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -63,8 +64,7 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
     """
     if len(training.optimizers) > 1:
         return _Several(training, device)
-    more = training.groups or training.momentum or training.amsgrad or training.average
-    plain = not more
+    plain = not (training.groups or training.momentum or training.amsgrad or training.average)
     if device is not None and device.type == "cuda" and has_cupy() and plain:
         if training.optimizer == "adam":
             return FusedAdam(training)
@@ -80,6 +80,7 @@ class _Several:
 
     def __init__(self, training: Training, device: torch.device | None) -> None:
         self._training = training
+        self._called = cache(lambda name: training.for_parameter(name).optimizer)
         self._each = {
             optimizer: make_optimizer(training.only(optimizer), device)
             for optimizer in training.optimizers
@@ -87,7 +88,7 @@ class _Several:
 
     def of(self, name: str) -> Optimizer:
         """The one that a parameter is trained by."""
-        return self._each[self._training.for_parameter(name).optimizer]
+        return self._each[self._called(name)]
 
     @property
     def rate(self) -> float:
@@ -107,10 +108,11 @@ class _Several:
 
     def all_of(self, changes: Sequence[GradientChange]) -> None:
         """See `Optimizer.all_of`."""
-        for optimizer in self._each.values():
-            own = [change for change in changes if self.of(change.name) is optimizer]
-            if own:
-                optimizer.all_of(own)
+        found: dict[str, list[GradientChange]] = {}
+        for change in changes:
+            found.setdefault(self._called(change.name), []).append(change)
+        for called, own in found.items():
+            self._each[called].all_of(own)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""

@@ -11,6 +11,7 @@ from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
 from stratagem.simulator.operators.operator import (
+    OUTPUT_PREFIX,
     Dim,
     GraphOutput,
     Input,
@@ -60,11 +61,8 @@ def forward_pass(graph: OperatorGraph) -> OperatorGraph:
         parameters=tuple(stored),
         operators=(*kept, *ends),
         loss="",
-        outputs=tuple(GraphOutput(e.name.removeprefix(_PREFIX), e.name) for e in ends),
+        outputs=tuple(GraphOutput(e.name.removeprefix(OUTPUT_PREFIX), e.name) for e in ends),
     )
-
-
-_PREFIX = "output."
 
 
 def _end(graph: OperatorGraph, read: Input) -> Operator:
@@ -74,7 +72,7 @@ def _end(graph: OperatorGraph, read: Input) -> Operator:
     names = factors(made.layout)
     dims = tuple(Dim(d.name, d.size, d.kind) for d in map(source.dim, names))
     return Operator(
-        name=f"{_PREFIX}{read.source}{f'.{read.output}' if read.output else ''}",
+        name=f"{OUTPUT_PREFIX}{read.source}{f'.{read.output}' if read.output else ''}",
         kind=ELEMENTWISE.name,
         dims=dims,
         inputs=(Input(read.source, made.layout, read.output),),

@@ -238,8 +238,9 @@ class Training:
         """
         if len(self.optimizers) == 1:
             return self
-        first = next((group for group in self.groups if group.holds(parameter)), None)
-        return self._of_each[first.optimizer or self.optimizer if first else self.optimizer]
+        group = self._group_of(parameter)
+        own = "" if group is None else group.optimizer
+        return self._of_each[own or self.optimizer]
 
     def only(self, optimizer: str) -> Training:
         """How the parameters of one of the optimizers are trained; the same where there is one."""
@@ -271,11 +272,15 @@ class Training:
             >>> training.settings_of("up.bias"), training.settings_of("up.weight")
             ((2.0, 0.1), (1.0, 0.1))
         """
-        for group in self.groups:
-            if group.holds(parameter):
-                own = group.weight_decay
-                return group.rate, self.weight_decay if own is None else own
-        return 1.0, self.weight_decay
+        group = self._group_of(parameter)
+        if group is None:
+            return 1.0, self.weight_decay
+        own = group.weight_decay
+        return group.rate, self.weight_decay if own is None else own
+
+    def _group_of(self, parameter: str) -> ParameterGroup | None:
+        """The first group that has a parameter."""
+        return next((group for group in self.groups if group.holds(parameter)), None)
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -106,6 +106,9 @@ class GraphOutput:
     operator: str
 
 
+OUTPUT_PREFIX = "output."
+"""In front of the name of an output, that of the operator which hands it on."""
+
 SOURCE_KIND = "source"
 """Kind of the operators that no gradient goes through: programs over the graph's inputs."""
 

@@ -75,6 +75,7 @@ class PricedPipeline:
         choices: of each operator of `graph`.
         builders: by stage, what priced it.
         tables: by stage.
+        pairs: (stage, later stage) between which tensors travel.
         boundaries: the edges between stages.
         ties: (owner, user, price) of each use of a parameter whose owner is in another stage.
         shapes: builds blocks and lifetimes; equal stages share them.
@@ -85,6 +86,7 @@ class PricedPipeline:
     choices: tuple[tuple[Choice, ...], ...]
     builders: tuple[TableBuilder, ...]
     tables: tuple[CostTable, ...]
+    pairs: tuple[tuple[int, int], ...]
     boundaries: tuple[tuple[Edge, BoundaryRow], ...]
     ties: tuple[tuple[int, int, PricedTime], ...]
     shapes: StageShapes
@@ -113,12 +115,6 @@ class PricedPipeline:
             versions = versions_kept(schedule, s)[0] if schedule.stashes_weights else None
             found.append(self.shapes.lifetimes(table, arriving, versions))
         return tuple(found)
-
-    @cached_property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """The (stage, later stage) pairs between which tensors travel."""
-        crossed = [edge for edge, _ in self.boundaries]
-        return stage_pairs(crossed, self.pipeline.stage_of, self.graph)
 
     @cached_property
     def tied_stages(self) -> tuple[tuple[int, int], ...]:
@@ -234,7 +230,8 @@ def price_pipeline(
         shapes: of other graphs that pass through the same pipeline.
     """
     crossed = crossing_edges(pipeline.stage_of, graph)
-    builders = _builders(pipeline, graph, crossed, prices)
+    pairs = stage_pairs(crossed, pipeline.stage_of, graph)
+    builders = _builders(pipeline, graph, pairs, prices)
     listed = tuple(map(tuple, choices))
     tables = []
     for names, builder in zip(pipeline.stages, builders, strict=True):
@@ -255,6 +252,7 @@ def price_pipeline(
         listed,
         builders,
         tuple(tables),
+        pairs,
         tuple((edge, boundary(edge)) for edge in crossed),
         tuple((i, j, price_tie(end(i), end(j), p, pipeline.cluster)) for i, j, p in tied),
         shapes or shapes_of(pipeline),
@@ -263,11 +261,10 @@ def price_pipeline(
 
 
 def _builders(
-    pipeline: Pipeline, graph: OperatorGraph, crossed: Sequence[Edge], prices: Prices
+    pipeline: Pipeline, graph: OperatorGraph, pairs: Sequence[tuple[int, int]], prices: Prices
 ) -> tuple[TableBuilder, ...]:
     """By stage, what prices it."""
     meshes, cluster = pipeline.meshes, pipeline.cluster
-    pairs = stage_pairs(crossed, pipeline.stage_of, graph)
     stalled = networked(pairs, meshes, cluster)
     return tuple(
         TableBuilder(

@@ -70,7 +70,7 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
             microbatch=microbatch,
             tensor=tensor,
             training=situation.training,
-            schedule=schedules_of(situation.graph, None)[0],
+            schedule=_schedule(situation),
             zero=stage,
             recompute=policy,
         )
@@ -96,7 +96,7 @@ def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
             microbatch=microbatch,
             tensor=tensor,
             training=situation.training,
-            schedule=schedules_of(situation.graph, None)[0],
+            schedule=_schedule(situation),
             zero=zero,
             recompute=policy,
             expert=expert,
@@ -119,11 +119,16 @@ def _variants(
             pipeline=pipeline,
             virtual_stages=rounds,
             training=situation.training,
-            schedule=schedules_of(situation.graph, None)[0],
+            schedule=_schedule(situation),
             recompute=policy,
             sequence_parallel=sequence,
             inputs_first=tensor > 1 and not sequence,
         )
+
+
+def _schedule(situation: Situation) -> str:
+    """What these pipelines run under."""
+    return schedules_of(situation.graph, None)[0]
 
 
 def _policies(situation: Situation) -> tuple[str, ...]:

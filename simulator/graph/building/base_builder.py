@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
 from stratagem.simulator.graph.building.sample_dims import settle_samples
 from stratagem.simulator.graph.building.whole_batch_values import WHOLE, sums_as_sources
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.operator import DimKind, GraphInput, GraphOutput
+from stratagem.simulator.operators.operator import OUTPUT_PREFIX, DimKind, GraphInput, GraphOutput
 from stratagem.simulator.operators.step_programs import (
     SOURCE_FUNCTIONS,
     STEP_FUNCTIONS,
@@ -191,7 +191,7 @@ class GraphBuilderBase:
                 f"graph {self.name!r}: the loss has shape {loss.shape}; it must be one number "
                 "made by an operator, such as the result of cross_entropy or reduce"
             )
-        return self._built([made], lambda drafts: self._finish(drafts, made))
+        return self._built(made)
 
     def build_forward(self, outputs: Mapping[str, DraftTensor]) -> OperatorGraph:
         """The graph of a forward pass that gives back `outputs`; nothing of it is trained.
@@ -211,23 +211,28 @@ class GraphBuilderBase:
         """
         if not outputs:
             raise ValueError(f"graph {self.name!r}: a forward pass must give something back")
-        ends = {name: self._handed_on(name, tensor) for name, tensor in outputs.items()}
+        ends = {name: self._end(name, tensor) for name, tensor in outputs.items()}
         for parameter in self._stored:
             parameter.trainable = False
-        return self._built(
-            list(ends.values()), lambda drafts: self._finish(drafts, None, outputs=ends)
-        )
+        return self._built(None, ends)
 
-    def _handed_on(self, name: str, tensor: DraftTensor) -> OperatorDraft:
-        handed = self.elementwise([tensor], [["alias", [["in", 0]]]], name=f"output.{name}")
+    def _end(self, name: str, tensor: DraftTensor) -> OperatorDraft:
+        handed = self.handed_on(tensor, name=f"{OUTPUT_PREFIX}{name}")
         assert isinstance(handed.node, OperatorDraft)
         return handed.node
 
+    def handed_on(
+        self, tensor: DraftTensor, *, name: str | None = None, detached: bool = False
+    ) -> DraftTensor:
+        """An operator that hands on what it reads, as seen; `detached` without a gradient."""
+        return self.elementwise([tensor], [["alias", [["in", 0]]]], name=name, detached=detached)
+
     def _built(
-        self,
-        ends: Sequence[OperatorDraft],
-        finish: Callable[[Sequence[OperatorDraft]], OperatorGraph],
+        self, loss: OperatorDraft | None, outputs: Mapping[str, OperatorDraft] | None = None
     ) -> OperatorGraph:
+        """The graph that ends in a loss, or in what a forward pass gives back, by name."""
+        given_back = outputs or {}
+        ends = [*given_back.values()] if loss is None else [loss]
         sums_as_sources(live_drafts(self._drafts, ends))
         drafts = fuse_elementwise(live_drafts(self._drafts, ends))
         drafts.sort(key=lambda draft: not draft.is_source)
@@ -236,14 +241,14 @@ class GraphBuilderBase:
         return settle_samples(
             drafts,
             [self._fed[name] for name in sampled],
-            lambda: finish(drafts),
+            lambda: self._finish(drafts, loss, given_back),
         )
 
     def _finish(
         self,
         drafts: Sequence[OperatorDraft],
         loss: OperatorDraft | None,
-        outputs: Mapping[str, OperatorDraft] | None = None,
+        outputs: Mapping[str, OperatorDraft],
     ) -> OperatorGraph:
         operators = finish_operators(drafts)  # it makes names unique, those of ends too
         read = {name for draft in drafts for name in _inputs_read(draft)}
@@ -253,9 +258,7 @@ class GraphBuilderBase:
             parameters=live_parameters(drafts, self._stored),
             operators=operators,
             loss="" if loss is None else loss.name,
-            outputs=tuple(
-                GraphOutput(name, draft.name) for name, draft in (outputs or {}).items()
-            ),
+            outputs=tuple(GraphOutput(name, draft.name) for name, draft in outputs.items()),
         )
 
     def _settled(self, given: GraphInput) -> GraphInput:

@@ -162,12 +162,7 @@ class ExpertBuilder(ContractionBuilder):
 
     def _chosen(self, gates: DraftTensor, name: str) -> DraftTensor:
         """Gates that are looked at and have no gradient."""
-        return self.elementwise(
-            [self._written(gates)],
-            [["alias", [["in", 0]]]],
-            name=f"{name}.choice",
-            detached=True,
-        )
+        return self.handed_on(self._written(gates), name=f"{name}.choice", detached=True)
 
     def _read_gates(
         self, draft: OperatorDraft, leading: list[Loop], gates: DraftTensor, top_k: int

@@ -66,8 +66,7 @@ def _cast(call: AtenCall) -> DraftTensor:
 
 def _detach(call: AtenCall) -> DraftTensor:
     x = call.tensor("self")
-    steps: Steps = [["alias", [["in", 0]]]]
-    return call.builder.elementwise([x], steps, name=call.label("detach"), detached=True)
+    return call.builder.handed_on(x, name=call.label("detach"), detached=True)
 
 
 def _pointwise(call: AtenCall) -> DraftTensor:

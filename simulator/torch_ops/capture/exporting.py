@@ -68,7 +68,7 @@ def export(
     """
     _check_norms(model, name, prefix)
     with hooks_kept(model):
-        return _exported(model, given, name, prefix, _results if forward else _scalars)
+        return _exported(model, given, name, prefix, named_results if forward else _scalars)
 
 
 def _exported(
@@ -190,11 +190,6 @@ def _scalars(made: Any) -> Any:
     leaves = (each for each in pytree.tree_leaves(made) if isinstance(each, torch.Tensor))
     found = tuple(each for each in leaves if each.dim() == 0 and each.is_floating_point())
     return found or made
-
-
-def _results(made: Any) -> Any:
-    """The tensors that a model returns, by name: `named_results`."""
-    return named_results(made)
 
 
 def named_results(made: Any) -> dict[str, torch.Tensor]:

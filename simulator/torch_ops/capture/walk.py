@@ -273,7 +273,7 @@ class Walker:
     def _without_gradient(self, value: Any) -> Any:
         if not isinstance(value, DraftTensor):
             return value
-        return self._builder.elementwise([value], [["alias", [["in", 0]]]], detached=True)
+        return self._builder.handed_on(value, detached=True)
 
     def _convert(
         self,
