@@ -272,8 +272,8 @@ class Cluster(SavedValue):
     costs, in any currency.
 
     Raises:
-        ValueError: on sizes below 1, a slow-down below 0, or a node whose device type is not
-            described.
+        ValueError: on sizes below 1, a slow-down below 0, a node whose device type is not
+            described, or one of whose memory all is reserved.
     """
 
     FILE: ClassVar[str] = "cluster file"
@@ -310,6 +310,18 @@ class Cluster(SavedValue):
                     f"cluster {self.name!r}: node {node} has device type {kind!r}, but only "
                     f"{known} is described in device_types"
                 )
+        for kind in dict.fromkeys(self.node_devices):
+            self._check_room(self._types[kind])
+
+    def _check_room(self, device: DeviceType) -> None:
+        kept = device.reserved_gib + self.calibration.reserved_gib
+        if device.memory_gib <= kept:
+            raise ValueError(
+                f"cluster {self.name!r}: nothing is left of the {device.memory_gib:g} GiB of "
+                f"{device.name!r}, of which the device keeps {device.reserved_gib:g} and the "
+                f"calibration {self.calibration.reserved_gib:g} GiB for other things: set "
+                "memory_gib, or the reserved_gib of either"
+            )
 
     def __repr__(self) -> str:
         kinds = " and ".join(dict.fromkeys(self.node_devices))

@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.simulator.base.files import decode, encode
-from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link, preset_names
+from stratagem.simulator.hardware.cluster import (
+    Calibration,
+    Cluster,
+    GroupFigures,
+    Link,
+    preset_names,
+)
 from stratagem.simulator.hardware.collective_times import (
     Algorithm,
     Collective,
@@ -320,6 +326,13 @@ class TestLinksByGroupSize:
             (
                 lambda: replace(Cluster.preset("dgx-a100"), compute_slowdown=-0.1),
                 r"compute_slowdown is -0\.1",
+            ),
+            (
+                lambda: replace(
+                    Cluster.preset("dgx-a100"), calibration=Calibration(reserved_gib=78.0)
+                ),
+                "nothing is left of the 80 GiB of 'A100-80GB', of which the device keeps 2 and "
+                "the calibration 78 GiB",
             ),
         ],
     )
