@@ -60,9 +60,11 @@ table is the accepted one; its number; columns of the table of durations."""
 NUM_NUMBERS = 5
 SCORE, BEST, BEST_FITS = range(3)
 """Entries of the scores of a chain: now, of the best choices, and whether these fit (0 or 1)."""
-END, WIDE, HOT, COLD = range(4)
-"""Columns of a course: a phase's last evaluation, the share of wide moves in it, and the relative
-temperature at its begin and at its end."""
+END, WIDE, HOT, COLD, SOFT, HARD = range(6)
+"""Columns of a course: a phase's last evaluation, the share of wide moves in it, and at its begin
+and at its end the relative temperature and the weight of what is over the memory."""
+WEIGHTS = 16
+"""Weights that a phase goes through."""
 
 
 class Arrays(NamedTuple):
@@ -116,10 +118,13 @@ def play_pipeline(arrays: Arrays) -> int:
 
 
 @uncounted(inline="always")
-def score_of(arrays: Arrays, ns: int) -> float:
-    """The score of a step of `ns` under the memory as it was measured last."""
+def score_of(arrays: Arrays, ns: int, weight: float) -> float:
+    """The score of a step of `ns` under the memory as it was measured last.
+
+    `weight` is that of the relative excess over the memory.
+    """
     excess: float = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks)
-    return ns * 1e-9 * (1.0 + OVER_MEMORY * excess)
+    return ns * 1e-9 * (1.0 + weight * excess)
 
 
 @uncounted(inline="always")
@@ -142,7 +147,7 @@ def score_anew(arrays: Arrays, choice: Ints) -> float:
     arrays.numbers[PLAYED] = play_pipeline(arrays)
     note_pipeline(arrays)
     begin_memory(arrays.tensors, choice)
-    return float(score_of(arrays, pipeline.now[0]))
+    return float(score_of(arrays, pipeline.now[0], OVER_MEMORY))
 
 
 @uncounted(inline="always")
@@ -156,7 +161,7 @@ def note_pipeline(arrays: Arrays) -> None:
 
 
 @uncounted(inline="always")
-def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float) -> float:
+def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float, weight: float) -> float:
     """Score of a plan with `count` changed operators of one stage; infinite if over `limit`.
 
     What was found out on the way is kept until `settle`.
@@ -206,7 +211,7 @@ def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float) -> float:
         return np.inf
     # [4]
     numbers[NOTED] = change_memory(arrays.tensors, choice, changed, count)
-    return float(score_of(arrays, numbers[PLAYED]))
+    return float(score_of(arrays, numbers[PLAYED], weight))
 
 
 @uncounted(inline="always")
@@ -228,12 +233,13 @@ def settle(arrays: Arrays, choice: Ints, count: int, is_accepted: bool) -> None:
 @uncounted(inline="always")
 def note_best(arrays: Arrays, scores: Floats, choice: Ints, best_choice: Ints) -> None:
     """Keep the choices of the chain if they are its best: one that fits is, before any other."""
-    is_less, had = scores[SCORE] < scores[BEST], scores[BEST_FITS] > 0.0
-    if had and not is_less:
+    seconds, had = arrays.pipeline.now[0] * 1e-9, scores[BEST_FITS] > 0.0
+    if had and seconds >= scores[BEST]:
         return
-    fits = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks) <= 0.0
-    if fits > had or (fits == had and is_less):
-        scores[BEST] = scores[SCORE]
+    excess = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks)
+    fits, score = excess <= 0.0, seconds * (1.0 + OVER_MEMORY * excess)
+    if fits > had or (fits == had and score < scores[BEST]):
+        scores[BEST] = score
         scores[BEST_FITS] = fits
         copy_ints(choice, best_choice)
 
@@ -269,11 +275,14 @@ def anneal(
         now = course[phase]
         progress = (step - begun) / max(1.0, now[END] - begun)
         heat = now[HOT] * (now[COLD] / now[HOT]) ** progress
+        level = np.floor(progress * WEIGHTS) / (WEIGHTS - 1)
+        weight = now[SOFT] * (now[HARD] / now[SOFT]) ** level
+        scores[SCORE] = score_of(arrays, arrays.pipeline.now[0], weight)
         count = propose_move(rng, choice, arrays.before, arrays.changed, now[WIDE], arrays.moves)
         if count == 0:
             continue
         limit = scores[SCORE] * (1.0 - heat * np.log(1.0 - random_float(rng)))
-        new = evaluate(arrays, choice, count, limit)
+        new = evaluate(arrays, choice, count, limit, weight)
         settle(arrays, choice, count, new <= limit)
         if new <= limit:
             accepted += 1

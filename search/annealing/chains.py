@@ -12,6 +12,7 @@ from stratagem.searcher.annealing import _chain_kernels
 from stratagem.searcher.annealing._splitmix import seeded
 from stratagem.searcher.annealing.chain_state import begin_plays, own_arrays, shared_arrays
 from stratagem.searcher.problem import _score_kernels
+from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.searcher.problem.scoring import arguments_of, peaks_of
 from stratagem.searcher.processes.worker_processes import usable_cores
@@ -22,6 +23,9 @@ WIDE_EVALUATIONS = 50_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
 PHASES = ((0.75, 0.03, 5e-4), (0.3, 5e-4, 1e-4), (0.005, 1e-4, 1e-5))
 """Of each phase the share of class moves, and the relative temperature at first and at last."""
+SOFT = 0.2
+"""Weight of what is over the memory at the begin of a chain that may cross plans that do not fit:
+a twentieth of what scores count it with, to which it rises in the first phase."""
 ROUND = 4000
 """Evaluations of each chain between two looks at the keyboard."""
 
@@ -36,18 +40,23 @@ def chain_seed(seed: int, number: int) -> int:
     return seed * 7919 + number
 
 
-def course_of(total: int) -> Floats:
-    """The phases of a chain of `total` evaluations: [phases, (end, wide, hot, cold)].
+def course_of(total: int, weight: float = OVER_MEMORY) -> Floats:
+    """The phases of a chain of `total` evaluations: [phases, (end, wide, hot, cold, soft, hard)].
 
     Moves of classes come first: they find what all layers share. Those of single operators are
-    many times cheaper to decide, and worth it when the rest has settled.
+    many times cheaper to decide, and worth it when the rest has settled. `weight` is that of what
+    is over the memory at the begin.
 
     Example:
         >>> course_of(200_000)[:, 0].tolist()
         [50000.0, 100000.0, 200000.0]
     """
     ends = min(total / 2, WIDE_EVALUATIONS), min(total, 2 * WIDE_EVALUATIONS), total
-    rows = [(end, *phase) for end, phase in zip(ends, PHASES, strict=True)]
+    weights = (weight, OVER_MEMORY, OVER_MEMORY)
+    rows = [
+        (end, *phase, soft, OVER_MEMORY)
+        for end, phase, soft in zip(ends, PHASES, weights, strict=True)
+    ]
     return np.array(rows, dtype=np.float64)
 
 
@@ -58,12 +67,18 @@ class AnnealingChain:
     Equal arguments give equal chains, however the proposals are dealt out to calls of `advance`.
     Chains of one problem may run in threads of their own.
 
+    Where little fits, a chain that counts what is over the memory fully from the first stays near
+    its start: between two plans that fit lie others. One of a `weight` below comes to regions that
+    fit by such plans, and leaves those that do not while the weight rises (simulated annealing
+    with a growing penalty, as Michalewicz and Attia had it in 1994).
+
     Attributes:
+        weight: of the relative excess over the memory in the chain's own scores, at its begin.
         choice: the choices now.
         done: proposals that were decided.
         accepted: how many of them were accepted.
         scores: [score now, best score, whether the best fits], scores in seconds of a step (more
-            where a stage is over its memory).
+            where a stage is over its memory; the score now is under the weight of now).
         best: the best choices: of those that fit, or else of all, those with the least score.
     """
 
@@ -71,6 +86,7 @@ class AnnealingChain:
     choice: Ints
     total: int
     seed: int
+    weight: float = OVER_MEMORY
     done: int = field(init=False, default=0)
     accepted: int = field(init=False, default=0)
     scores: Floats = field(init=False)
@@ -79,7 +95,7 @@ class AnnealingChain:
     def __post_init__(self) -> None:
         self._rng = seeded(self.seed)
         self._arrays = own_arrays(shared_arrays(self.problem))
-        self._course = course_of(self.total)
+        self._course = course_of(self.total, self.weight)
         self.scores = np.array([np.inf, np.inf, 0.0])
         self.best = self.choice.copy()
         self.restart(self.choice)

@@ -46,7 +46,7 @@ NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
 
 
-LEAST_SEARCHED, SEARCHED_OPERATORS = 2_000, 200_000
+LEAST_SEARCHED, SEARCHED_OPERATORS = 32_000, 1_600_000
 """Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
 least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
 evaluated in microseconds."""
@@ -97,7 +97,7 @@ class Budget:
 
         Example:
             >>> [Budget(800).on_skeleton(200, operators) for operators in (50, 500, 5000)]
-            [2000, 400, 200]
+            [32000, 3200, 320]
         """
         if not self.evaluations:
             return 0

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from stratagem.searcher.annealing.chains import AnnealingChain, chain_seed, run_chains
+from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.quick_bounds import Look
 from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
 from stratagem.searcher.driver.improver import Improver, affordable
@@ -23,9 +24,8 @@ from stratagem.searcher.driver.skeleton_entries import (
 )
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.driver.starting_plans import entry_of, propose
-from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
-from stratagem.searcher.improvement.windows import improve_by_windows
+from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Watch
 from stratagem.searcher.methods.simple_strategies import baseline_names
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
@@ -33,13 +33,12 @@ from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
-CHAINS = 4
-"""Chains on a skeleton: so many cores can help, and one core makes the same plan."""
 MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 SURVEYED, WALKED = 0.4, 0.6
@@ -53,21 +52,13 @@ ROUND = 8
 """Skeletons that are sharpened at the same time, on any number of cores."""
 SHARED_OPERATORS = 100
 """Models of fewer operators are searched faster than other processes start."""
-SMALL_OPERATORS = 100
-"""Of models of fewer operators all skeletons are searched that may be better than the best."""
-WINDOWS = 24
-"""Windows that are solved on a skeleton."""
 MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
 """Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
 least two for each skeleton that is searched."""
 NEARLY, MOST_NEARLY = 1.05, 16
 """Of small models so many skeletons more are searched, with the least evaluations, where a plan
-was met that takes less than so many times the best."""
-
-LARGE_PROGRAM = 400_000
-"""Operators times choices above which no integer program over a whole skeleton is tried."""
-MOST_REGIONS = 8
-"""Regions that such a program solves anew: its solution is a start for chains."""
+was met that takes less than so many times the best, or none that fits: what those that do not fit
+take tells nothing of the others."""
 
 
 @dataclass(frozen=True)
@@ -395,14 +386,8 @@ class SearchCourse:
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
-        program = IntraProgram(problem)
-        starts += self._programmed(program)
         evaluations = self.budget.on_skeleton(evaluations, self.space.num_operators)
-        best = self._chains(problem, starts, evaluations, number)
-        if not self._time_is_up():
-            best = improve_by_windows(program, best, max_windows=WINDOWS, stop=self._time_is_up)
-        simulation = self._simulate(problem, best)
-        self.incumbent.offer(simulation)
+        simulation = self._choose(problem, starts, evaluations, number)
         entry.know(simulation)
         if not self._time_is_up():
             spent = self.evaluations - before
@@ -420,7 +405,7 @@ class SearchCourse:
             for entry in sorted(self.space.entries, key=lambda entry: entry.promise)
             if entry.fate is Fate.BOUNDED
             and entry.met is not None
-            and entry.met[0].score < NEARLY * self.incumbent.time
+            and (not entry.fits or entry.met[0].score < NEARLY * self.incumbent.time)
         ]
         for number, entry in enumerate(found[:MOST_NEARLY]):
             if self._time_is_up():
@@ -436,51 +421,26 @@ class SearchCourse:
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
         self.space.share_bound(entry, known.shared_bound)
 
-    def _programmed(self, program: IntraProgram) -> list[Ints]:
-        """The best choices under a sum of costs, as OptCNN and Alpa have it."""
-        choices = program.problem.choices
-        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM or self._time_is_up():
-            return []
-        solution = program.solve(
-            program.sum_weights(),
-            memory=True,
-            alike=True,
-            max_parts=MOST_PARTS,
-            max_regions=MOST_REGIONS,
-            tolerance=1e-3,
+    def _choose(
+        self, problem: Problem, starts: Sequence[Ints], evaluations: int, number: int
+    ) -> Simulation:
+        """The best plan of a skeleton that integer programs, chains and windows come to."""
+        watch = Watch(
+            partial(self._simulate, problem),
+            self._take,
+            self._after_round,
+            self._time_is_up,
         )
-        return [solution.choice] if solution.choice is not None else []
-
-    def _chains(self, problem: Problem, starts: list[Ints], evaluations: int, number: int) -> Ints:
-        """The best choices that chains from the two best starts come to."""
-        ranked = sorted(
-            (AnnealingChain(problem, start, 1, 0) for start in starts),
-            key=lambda chain: chain.rank,
-        )
-        share, rest = divmod(evaluations, CHAINS)
-        chains = [
-            AnnealingChain(
-                problem,
-                ranked[k % min(2, len(ranked))].choice,
-                share + (k < rest),
-                chain_seed(self.seed, number * CHAINS + k),
-            )
-            for k in range(CHAINS)
-        ]
+        looked = SkeletonChoices(self.seed, number, self.num_threads, watch)
         try:
-            run_chains(
-                chains,
-                num_threads=self.num_threads,
-                after_round=lambda: self._after_round(chains),
-            )
-        except KeyboardInterrupt:
-            best = min(chains, key=lambda chain: chain.rank)
-            self.incumbent.offer(self._simulate(problem, best.best))
-            raise
-        self.evaluations += sum(chain.done for chain in chains)
-        return min([*chains, *ranked], key=lambda chain: chain.rank).best
+            return looked.look(problem, starts, evaluations)
+        finally:
+            self.evaluations += looked.evaluations
 
-    def _after_round(self, chains: list[AnnealingChain]) -> bool:
+    def _take(self, simulation: Simulation) -> None:
+        self.incumbent.offer(simulation)
+
+    def _after_round(self, chains: Sequence[AnnealingChain]) -> bool:
         done = sum(chain.done for chain in chains)
         _, best = min(chain.rank for chain in chains)
         name, low, high = self._phase

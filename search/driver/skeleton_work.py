@@ -27,6 +27,7 @@ from stratagem.searcher.improvement.outcomes import Fate, Known, Refined, Settle
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem, make_problem
 from stratagem.searcher.problem.roomy_choices import roomy_problem
+from stratagem.searcher.problem.scoring import beside_waiting
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import Situation
@@ -168,7 +169,13 @@ class Sharpener:
             return None
         optimum = exhaustive(problem, limit=ENUMERATED)
         bound = optimum.score if optimum.fits else float("inf")
-        return Sharpened(Fate.ENUMERATED, bound, plan=self.plan(problem, optimum.choice))
+        tighter: Problem | None = problem
+        while tighter is not None:
+            plan = self.plan(problem, optimum.choice)
+            tighter = beside_waiting(problem, tighter, self.situation.simulate(plan).memory)
+            if tighter is not None:
+                optimum = exhaustive(tighter, limit=ENUMERATED)
+        return Sharpened(Fate.ENUMERATED, bound, plan=plan)
 
     def sharpen_problem(
         self, problem: Problem, known: Known, best: float, shared: float | None = None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.simulation.device_memory import DeviceMemory
 
 
 def peaks_of(p: Problem, profiles: Ints) -> list[int]:
@@ -29,3 +34,26 @@ def arguments_of(p: Problem) -> tuple[Any, ...]:
         p.table,
         p.plays,
     )
+
+
+def beside_waiting(whole: Problem, now: Problem, memory: Sequence[DeviceMemory]) -> Problem | None:
+    """A problem in the memory that is left beside gradients that wait for late links.
+
+    Scores know of no such gradients. So a plan may be within the memory by its score and not when
+    it is simulated: what waits in it is then taken off the memory that other plans may have.
+
+    Args:
+        whole: the problem in all memory.
+        now: the same, in what was left of it until now.
+        memory: of each rank, when a plan of the problem is simulated.
+
+    Returns:
+        One that the plan does not fit; None where it fits the whole memory, or not even what its
+        score allows it.
+    """
+    peaks = np.array([rank.peak for rank in memory])
+    scored = np.array([rank.without_waiting for rank in memory])
+    if np.all(peaks <= whole.capacities) or np.any(scored > now.capacities):
+        return None
+    left = np.minimum(now.capacities, whole.capacities - (peaks - scored))
+    return replace(now, capacities=np.maximum(left, 1))

@@ -237,7 +237,9 @@ class Skeleton:
         policies = dict.fromkeys(policy for policy in self.policies if policy != "none")
         again = f", {' and '.join(policies)} recompute" if policies else ""
         if len(self.stages) == 1:
-            return f"1 stage on {shape}, {cut}{again}"
+            usual = schedule_by_name("1f1b", 1, parts).orders
+            order = "" if self.make_schedule().orders == usual else f", {self.schedule}"
+            return f"1 stage on {shape}, {cut}{order}{again}"
         return f"{len(self.stages)} stages on {shape}, {cut}, {self.schedule}{again}"
 
 
@@ -491,8 +493,9 @@ def skeletons(
         least = -(-share // cluster.devices_per_node)
         counts = [
             parts
-            for parts in _microbatch_counts(graph, num_ranks, max_microbatches)
+            for parts in graph.microbatch_counts
             if can_run(schedule, num_ranks, parts)
+            and (num_ranks == 1 or parts <= max_microbatches)
             and (graph.batch // parts >= least or parts <= 2 or num_ranks == 1)
         ]
         if not counts:
@@ -525,11 +528,3 @@ def all_skeletons(
             known = any(same_alone(name, other) for other in schedules[:number])
             if skeleton.num_ranks > 1 or not known:
                 yield skeleton
-
-
-def _microbatch_counts(graph: OperatorGraph, num_stages: int, most: int) -> list[int]:
-    """Into how many microbatches the batch may be cut; of a pipeline at least two, if it can."""
-    if num_stages == 1:
-        return list(graph.microbatch_counts)
-    least = 1 if graph.whole_batch else 2
-    return [n for n in graph.microbatch_counts if least <= n <= most]

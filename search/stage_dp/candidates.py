@@ -28,6 +28,10 @@ SLACK = 1.5
 """Plans whose value is more than so many times the best's are left out, but for the best of each
 number of stages."""
 
+SMALL_OPERATORS = 100
+"""Models of fewer operators are small: pipelines of them are tried that no microbatches fill, and
+all skeletons are searched that may be better than the best."""
+
 UNEQUAL_MICROBATCHES = 3
 """At how many numbers of microbatches, the best of equal stages, unequal ones are tried."""
 
@@ -204,6 +208,11 @@ class _CandidateSearch:
         if self.shortage is None or found.over < self.shortage.over:
             self.shortage = found
 
+    @property
+    def _is_small(self) -> bool:
+        """Whether a stage may take hardly any time, so that no bubble is too long to be tried."""
+        return len(self.situation.graph.operators) < SMALL_OPERATORS
+
     # -- how devices may be dealt out -------------------------------------------------------------
 
     def _equal(self, parts: int, maker: TableMaker) -> Iterator[_Posed]:
@@ -226,9 +235,9 @@ class _CandidateSearch:
             self.pruned.add("numbers of stages not allowed")
         elif stages >= len(self.chain.cuts):
             self.pruned.add("more stages than places to cut")
-        elif ranks > 1 and parts < 2:
+        elif ranks > 1 and parts < 2 and not self._is_small:
             self.pruned.add("a pipeline of one microbatch")
-        elif np.isfinite(self.best) and (ranks - 1) / parts > SLACK - 1:
+        elif np.isfinite(self.best) and (ranks - 1) / parts > SLACK - 1 and not self._is_small:
             self.pruned.add(f"a bubble alone makes it {SLACK} times as long")
         elif not can_run(schedule, ranks, parts):
             self.pruned.add(f"{schedule} cannot run so many microbatches on so many ranks")
@@ -248,7 +257,8 @@ class _CandidateSearch:
         """Stages of any number of units each, of as many units as there may be."""
         cluster = self.situation.cluster
         units = stage_units(cluster)
-        most = min(units, parts, len(self.chain.cuts) - 1, self.limits.max_stages)
+        filled = units if self._is_small else parts
+        most = min(units, filled, len(self.chain.cuts) - 1, self.limits.max_stages)
         counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
         suited = [s for s in self.schedules if traits_of(s).suits_unequal]
         if not counts or not suited:

@@ -14,20 +14,23 @@ import pytest
 
 from stratagem.searcher.annealing import _block_replays, _pipeline_play
 from stratagem.searcher.annealing.chain_state import own_arrays, shared_arrays
-from stratagem.searcher.annealing.chains import AnnealingChain, course_of, run_chains
+from stratagem.searcher.annealing.chains import SOFT, AnnealingChain, course_of, run_chains
+from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.tensors_touched import stages_touched
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine import _delta_index
 from stratagem.simulator.engine.event_engine import simulate
-from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.models import gpt, llama, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import Simulation
 
@@ -115,7 +118,7 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
     p = case.problem()
     chain = AnnealingChain(p, random_choice(p, 1), 4000, 1)
     # Hot enough to go up and down all the time.
-    chain._course = np.array([[4000, wide, 0.1, 0.01]])
+    chain._course = np.array([[4000, wide, 0.1, 0.01, OVER_MEMORY, OVER_MEMORY]])
     for _ in range(8):
         chain.advance(500)
         assert chain.score() == chain.scores[0]
@@ -128,6 +131,55 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
     movable = any(len(options) > 1 for options in p.choices)
     assert (chain.accepted > 50) == movable
     assert AnnealingChain(p, chain.best, 1, 0).scores[0] == chain.scores[1] <= chain.scores[0]
+
+
+def test_a_chain_weighs_what_is_over_the_memory_as_its_course_has_it() -> None:
+    """Its best is by the usual weight all the same, and one that fits if it met any."""
+    case = CASES["gpipe, little memory"]
+    p = case.problem()
+    met = set()
+    for seed in range(4):
+        chain = AnnealingChain(p, random_choice(p, seed), 4000, seed, SOFT)
+        assert chain._course[0, -2:].tolist() == [SOFT, OVER_MEMORY]
+        lowest = np.inf
+        for _ in range(40):
+            done = chain.done
+            chain.advance(100)
+            simulated = case.simulate(p, chain.choice)
+            over = max(0.0, *(m.without_waiting / m.capacity - 1 for m in simulated.memory))
+            level = int((done + 99) / 2000 * 16) / 15
+            weight = SOFT * (OVER_MEMORY / SOFT) ** level if done < 2000 else OVER_MEMORY
+            expected = simulated.step_time * (1 + weight * over)
+            assert chain.scores[0] == pytest.approx(expected, rel=1e-9)
+            met.add(over > 0)
+            if not over:
+                lowest = min(lowest, simulated.step_time)
+        assert chain.rank[1] <= lowest
+        best = case.simulate(p, chain.best)
+        assert chain.rank == (False, pytest.approx(best.step_time))
+    assert met == {True, False}
+
+
+def test_chains_that_cross_plans_that_do_not_fit_come_further() -> None:
+    """Those with the whole weight from the first stayed near their starts, however long."""
+    graph = llama(
+        num_layers=2, hidden=128, num_heads=4, num_kv_heads=2, ffn=256, vocabulary=512,
+        sequence=32, batch=21,
+    )  # fmt: skip
+    base = Cluster.preset("p3.16xlarge", num_nodes=1, devices_per_node=4)
+    base = replace(base, calibration=replace(base.calibration, reserved_gib=0.0))
+    mesh = DeviceMesh((MeshAxis("outer", 2), MeshAxis("inner", 2)), (0, 1, 2, 3))
+    skeleton = Skeleton((tuple(op.name for op in graph.operators),), (mesh,), 1, "1f1b")
+    cluster, costs = tight(base, 6.38 / 1024), default_costs()
+    p = make_problem(graph, skeleton, cluster, Training(), costs, (0, 2, 3))
+    start = p.encode(data_parallel(graph, mesh.shape, zero=3))
+    ends = {}
+    for weight in (OVER_MEMORY, SOFT):
+        chains = [AnnealingChain(p, start, 16_000, seed, weight) for seed in range(6)]
+        run_chains(chains)
+        ends[weight] = sorted(chain.rank for chain in chains)
+    assert not any(does_not_fit for found in ends.values() for does_not_fit, _ in found)
+    assert ends[SOFT][3][1] < 0.95 * ends[OVER_MEMORY][3][1]
 
 
 def test_one_that_fits_is_better_than_any_that_does_not() -> None:
@@ -248,7 +300,7 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
     for k in range(plays.which.shape[0]):
         noted, longest = path_of(plays, k)
         assert plays.books[k, _block_replays.PATH] == noted == longest
-    chain._course[:, 2:] = 0.1
+    chain._course[:, 2:4] = 0.1
     chain.advance(2000)
     for k in range(plays.which.shape[0]):
         assert plays.books[k, _block_replays.PATH] == path_of(plays, k)[0]

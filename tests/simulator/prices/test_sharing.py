@@ -12,6 +12,7 @@ from stratagem.executor import lower
 from stratagem.executor.program.instructions import Convert
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.cutting_planes import lower_bound
+from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeletons
@@ -233,7 +234,7 @@ def test_chains_price_shared_conversions_as_the_simulator(
     situation = Situation(graph, cluster, Training(), default_costs())
     rng = np.random.default_rng(stages)
     chain = AnnealingChain(p, rng.integers(0, [len(c) for c in p.choices]), 600, 1)
-    chain._course = np.array([[600, 0.5, 0.1, 0.01]])
+    chain._course = np.array([[600, 0.5, 0.1, 0.01, OVER_MEMORY, OVER_MEMORY]])
     for _ in range(4):
         chain.advance(150)
         plan = p.plan(chain.choice, name="x", seed=0, fingerprint=graph.fingerprint)

@@ -1,0 +1,152 @@
+"""The best choices on a skeleton: integer programs, Markov chains from the best starts, windows.
+
+What they find is simulated. Where it then takes more memory than its score says, as gradients wait
+for a late link, all are asked again for plans in the memory that is left beside those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.searcher.annealing.chains import SOFT, AnnealingChain, chain_seed, run_chains
+from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
+from stratagem.searcher.improvement.windows import improve_by_windows
+from stratagem.searcher.problem._score_kernels import OVER_MEMORY
+from stratagem.searcher.problem.priced_skeleton import Problem
+from stratagem.searcher.problem.scoring import beside_waiting
+from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.simulation.simulation import Simulation
+
+WEIGHTS = (OVER_MEMORY, OVER_MEMORY, SOFT, SOFT)
+"""Of what is over the memory when each chain begins. So many chains run on a skeleton: so many
+cores can help, and one core makes the same plan."""
+FULL, LONGER = 0.9, 4
+"""Where the best start fills a rank to more than this, chains that cross plans that do not fit
+have so many times the evaluations of the others: they take a longer way."""
+STARTS = 2
+"""Of all starts the best ones that chains go on from, in turn."""
+WINDOWS = 24
+"""Windows that are solved on a skeleton."""
+LARGE_PROGRAM = 400_000
+"""Operators times choices above which no integer program over a whole skeleton is tried."""
+MOST_REGIONS = 8
+"""Regions that such a program solves anew: its solution is a start for chains."""
+MOST_TIGHTENED = 3
+"""How often choices are looked for in less memory."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a search does while choices are looked for.
+
+    Attributes:
+        simulate: a plan of the problem.
+        found: takes every simulation.
+        after_round: told of the chains after each round; True ends them.
+        stop: whether it is time to stop.
+    """
+
+    simulate: Callable[[Ints], Simulation]
+    found: Callable[[Simulation], None]
+    after_round: Callable[[Sequence[AnnealingChain]], bool]
+    stop: Callable[[], bool]
+
+
+class SkeletonChoices:
+    """Looks for the best choices on a skeleton.
+
+    Args:
+        seed: of the search.
+        number: of the skeleton, by which its chains are numbered.
+        num_threads: chains that run at the same time; all cores when left out.
+        watch: what the search does meanwhile.
+
+    Attributes:
+        evaluations: of all chains until now.
+    """
+
+    def __init__(self, seed: int, number: int, num_threads: int | None, watch: Watch) -> None:
+        self._seed, self._number, self._num_threads = seed, number, num_threads
+        self._watch = watch
+        self.evaluations = 0
+
+    def look(self, problem: Problem, starts: Sequence[Ints], evaluations: int) -> Simulation:
+        """The best plan found, simulated.
+
+        Args:
+            problem: the choices of a skeleton.
+            starts: choices known to be good, at least one.
+            evaluations: of all chains together, each time that they run; more where little fits
+                (see `LONGER`).
+        """
+        known, tighter = list(starts), problem
+        best: Simulation | None = None
+        for _ in range(1 + MOST_TIGHTENED):
+            choice = self._chosen(tighter, known, evaluations)
+            simulation = self._watch.simulate(choice)
+            self._watch.found(simulation)
+            if best is None or simulation.fits:
+                best = simulation
+            left = beside_waiting(problem, tighter, simulation.memory)
+            if left is None or self._watch.stop():
+                break
+            known, tighter = [*starts, choice], left
+        assert best is not None  # there is at least one turn
+        return best
+
+    def _chosen(self, problem: Problem, starts: Sequence[Ints], evaluations: int) -> Ints:
+        program = IntraProgram(problem)
+        choice = self._by_chains(problem, [*starts, *self._programmed(program)], evaluations)
+        if self._watch.stop():
+            return choice
+        return improve_by_windows(program, choice, max_windows=WINDOWS, stop=self._watch.stop)
+
+    def _programmed(self, program: IntraProgram) -> list[Ints]:
+        """The best choices under a sum of costs, as OptCNN and Alpa have it."""
+        choices = program.problem.choices
+        if len(choices) * max(map(len, choices)) > LARGE_PROGRAM or self._watch.stop():
+            return []
+        solution = program.solve(
+            program.sum_weights(),
+            memory=True,
+            alike=True,
+            max_parts=MOST_PARTS,
+            max_regions=MOST_REGIONS,
+            tolerance=1e-3,
+        )
+        return [solution.choice] if solution.choice is not None else []
+
+    def _by_chains(self, problem: Problem, starts: Sequence[Ints], evaluations: int) -> Ints:
+        """The best choices that chains from the best starts come to."""
+        ranked = sorted(
+            (AnnealingChain(problem, start, 1, 0) for start in starts),
+            key=lambda chain: chain.rank,
+        )
+        share, rest = divmod(evaluations, len(WEIGHTS))
+        fullest = max(np.array(ranked[0].peaks()) / problem.capacities)
+        longer = LONGER if fullest > FULL else 1
+        chains = [
+            AnnealingChain(
+                problem,
+                ranked[k % min(STARTS, len(ranked))].choice,
+                (share + (k < rest)) * (longer if weight < OVER_MEMORY else 1),
+                chain_seed(self._seed, self._number * len(WEIGHTS) + k),
+                weight,
+            )
+            for k, weight in enumerate(WEIGHTS)
+        ]
+        try:
+            run_chains(
+                chains,
+                num_threads=self._num_threads,
+                after_round=lambda: self._watch.after_round(chains),
+            )
+        except KeyboardInterrupt:
+            best = min(chains, key=lambda chain: chain.rank)
+            self._watch.found(self._watch.simulate(best.best))
+            raise
+        self.evaluations += sum(chain.done for chain in chains)
+        return min([*chains, *ranked], key=lambda chain: chain.rank).best
