@@ -42,9 +42,9 @@ from typing import Any
 from unittest.mock import patch
 
 from stratagem.searcher.annealing.chains import AnnealingChain, run_chains
-from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.improvement import skeleton_choices
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.processes.worker_processes import worker_count
 from stratagem.searcher.space.skeletons import Options
@@ -171,7 +171,7 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
     compile_kernels()
     graph, cluster = case.build(), case.cluster()
     clock = ChainClock()
-    with patch.object(search_course, "run_chains", clock.run):
+    with patch.object(skeleton_choices, "run_chains", clock.run):
         result = search(
             graph,
             cluster,

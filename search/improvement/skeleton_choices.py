@@ -23,9 +23,10 @@ from stratagem.simulator.simulation.simulation import Simulation
 WEIGHTS = (OVER_MEMORY, OVER_MEMORY, SOFT, SOFT)
 """Of what is over the memory when each chain begins. So many chains run on a skeleton: so many
 cores can help, and one core makes the same plan."""
-FULL, LONGER = 0.9, 4
+FULL, LONGER, LONG = 0.9, 4, 32_000
 """Where the best start fills a rank to more than this, chains that cross plans that do not fit
-have so many times the evaluations of the others: they take a longer way."""
+take a longer way: they have so many times the evaluations of the others, but no more for it than
+these if their share is less."""
 STARTS = 2
 """Of all starts the best ones that chains go on from, in turn."""
 WINDOWS = 24
@@ -127,12 +128,12 @@ class SkeletonChoices:
         )
         share, rest = divmod(evaluations, len(WEIGHTS))
         fullest = max(np.array(ranked[0].peaks()) / problem.capacities)
-        longer = LONGER if fullest > FULL else 1
+        extra = max(0, min(LONGER * share, LONG) - share) if fullest > FULL else 0
         chains = [
             AnnealingChain(
                 problem,
                 ranked[k % min(STARTS, len(ranked))].choice,
-                (share + (k < rest)) * (longer if weight < OVER_MEMORY else 1),
+                share + (k < rest) + (extra if weight < OVER_MEMORY else 0),
                 chain_seed(self._seed, self._number * len(WEIGHTS) + k),
                 weight,
             )
