@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from itertools import pairwise
 from typing import ClassVar
@@ -367,9 +367,7 @@ class Cluster(SavedValue):
         known = preset_names()
         if name not in known:
             raise unknown("cluster preset", name, known)
-        text = (resources.files(__package__) / "presets" / f"{name}.json").read_text("utf-8")
-        cluster = decode(_with_bundled_devices(text, name), cls, f"preset {name}")
-        return cluster.resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
+        return _bundled(name).resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
 
     def to_json(self) -> str:
         """The text of a cluster file: the fields of this class, and its version.
@@ -487,10 +485,18 @@ def _with_bundled_devices(text: str, what: str) -> str:
     return msgspec.json.encode({**given, "device_types": described}).decode()
 
 
+@cache
 def preset_names() -> tuple[str, ...]:
     """Names of the bundled clusters."""
     folder = resources.files(__package__) / "presets"
     return tuple(sorted(p.name.removesuffix(".json") for p in folder.iterdir()))
+
+
+@cache
+def _bundled(name: str) -> Cluster:
+    """A bundled cluster as its file says; it is read once, and nobody can change it."""
+    text = (resources.files(__package__) / "presets" / f"{name}.json").read_text("utf-8")
+    return decode(_with_bundled_devices(text, name), Cluster, f"preset {name}")
 
 
 def _link_figures(where: str, bandwidth_gb_s: float, latency_us: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ def environment_of(device: torch.device, *, threads: int = 1, load: int = 0) -> 
     return Environment(_cpu_name(), version, threads, load)
 
 
+@cache
 def _cpu_name() -> str:
-    """The processor's model, as far as the system tells."""
+    """The processor's model, as far as the system tells; asked once, as every run says it."""
     description = Path("/proc/cpuinfo")
     if description.exists():
         for line in description.read_text(encoding="utf-8").splitlines():
