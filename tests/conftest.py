@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 
 from tests.support import examples
+
+FOLDER = "STRATAGEM_TEST_FOLDER"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,6 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Under nohup that is the hang-up, behind an ampersand Ctrl-C.
     """
     examples.begin(config.option.markexpr)
+    if FOLDER not in os.environ:  # Processes of xdist have that of the one that started them.
+        os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="stratagem-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

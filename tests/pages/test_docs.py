@@ -23,6 +23,7 @@ from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.schedules.named_schedules import SCHEDULES
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS
+from tests.support.brief_timing import timed_briefly
 from tests.support.chromium import CHROMIUM, MISSING, Chromium
 from tests.support.chromium import Page as Tab
 from tests.support.pages import RUNNABLE, Page, blocks_of
@@ -53,7 +54,8 @@ def as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     kinds = (KINDS, KERNELS, HANDLERS, SCHEDULES, MOVES)
     before = [dict(table) for table in kinds]
     modules = set(sys.modules)
-    yield
+    with timed_briefly():
+        yield
     for table, kept in zip(kinds, before, strict=True):
         table.clear()
         table.update(kept)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.simulator.hardware.cluster import SPREAD
+from tests.support.brief_timing import STARTUP
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,21 +27,12 @@ def test_code_is_about_a_dozen_lines() -> None:
     assert len(lines) <= 12
 
 
-TIMED_BEFORE = """
-from stratagem.profiler import Effort
-
-here = sg.Cluster.preset("local-cpu", num_nodes=1, devices_per_node=2)
-sg.profile(graph, here, effort=Effort(seconds=0.02))
-"""
-"""What fills the cache, which then has all that the code asks for: half a minute less."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "before",
     [
-        pytest.param("", marks=pytest.mark.long, id="nothing timed before"),
-        pytest.param(code_block().split("cluster =")[0] + TIMED_BEFORE, id="timed before"),
+        pytest.param("", marks=pytest.mark.long, id="timed with all effort"),
+        pytest.param(STARTUP, id="timed briefly"),
     ],
 )
 def test_code_runs_as_it_stands(
