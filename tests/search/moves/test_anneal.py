@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
 from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import uncounted
 from stratagem.simulator.engine import _delta_index
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt, llama, mlp, resnet
@@ -292,6 +292,17 @@ def path_of(plays: _block_replays.Plays, k: int) -> tuple[int, int]:
     return sum(ns[each] for each in noted), max(ends.values())
 
 
+# As kernels of their own they are compiled for this test alone, and kept.
+gather_changes, play_changes_of, settle_play = (
+    uncounted(cache=True)(inlined.py_func)
+    for inlined in (
+        _block_replays.gather_changes,
+        _block_replays.play_changes_of,
+        _block_replays.settle_play,
+    )
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
     p = CASES[name].problem()
@@ -312,12 +323,10 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
         choice = chain.choice.copy()
         choice[changed] = random_choice(p, proposal)[changed]
         for k in range(plays.starts[stage], plays.starts[stage + 1]):
-            least = _block_replays.gather_changes(
-                plays, k, choice, changed, changed.size, proposal
-            )
+            least = gather_changes(plays, k, choice, changed, changed.size, proposal)
             if plays.books[k, _block_replays.FOUND]:
-                ns = _block_replays.play_changes_of(plays, k, changed.size)
-                _block_replays.settle_play(plays, k, False)
+                ns = play_changes_of(plays, k, changed.size)
+                settle_play(plays, k, False)
                 assert least <= ns
                 tight += least > 0.5 * ns
     movable = any(len(options) > 1 for options in p.choices)
@@ -402,8 +411,8 @@ def test_phases_end_in_order() -> None:
 
 
 @pytest.mark.slow
-def test_no_kernel_reads_beyond_its_arrays() -> None:
-    """numba checks every index in another process, whose kernels are compiled anew."""
+def test_no_kernel_reads_beyond_its_arrays(request: pytest.FixtureRequest) -> None:
+    """numba checks every index in another process, which keeps what it compiled for the next."""
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.search.moves.test_anneal import CASES, AnnealingChain, random_choice\n"
@@ -416,12 +425,12 @@ def test_no_kernel_reads_beyond_its_arrays() -> None:
         "        assert chain.score() == chain.scores[0]\n"
         "print('in bounds')\n"
     )
-    with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(Path(__file__).parents[3])],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache},
-        )
+    kept = request.config.cache.mkdir("kernels_that_check_indices")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(Path(__file__).parents[3])],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(kept)},
+    )
     assert done.stdout.strip() == "in bounds", done.stderr[-2000:]
