@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-SHARE = 0.4
+SHARE = 0.2
 """What a run without long tests draws; each run draws others."""
 
-FEWEST = 20
-"""Where there are fewer, all are drawn."""
+FEWEST = 8
+"""Where there are fewer, all are drawn; a test whose examples are whole searches says less."""
 
 _draws_all = [True]
 
@@ -16,12 +16,12 @@ def begin(marks: str) -> None:
     _draws_all[0] = "not long" not in marks or "long or not long" in marks
 
 
-def examples(count: int) -> int:
-    """For `max_examples`: `count` where long tests run too, or a share of it.
+def examples(count: int, few: int = FEWEST) -> int:
+    """For `max_examples`: `count` where long tests run too, or a share of it, but `few` at least.
 
     Example:
         >>> begin("not long")
-        >>> examples(60), examples(10)
-        (24, 10)
+        >>> examples(60), examples(25), examples(5, few=2)
+        (12, 8, 2)
     """
-    return count if _draws_all[0] else max(min(count, FEWEST), round(SHARE * count))
+    return count if _draws_all[0] else max(min(count, few), round(SHARE * count))

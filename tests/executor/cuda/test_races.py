@@ -19,6 +19,7 @@ from tests.support.plans import (
     make_plan,
     megatron,
     random_plan,
+    seeds,
     sharding,
 )
 
@@ -53,8 +54,7 @@ def test_pipelines(gpt: Case) -> None:
     assert steps_of(gpt, plan) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(range(2), 1))
 def test_random_plans(gpt: Case, seed: int) -> None:
     steps_of(gpt, random_plan(gpt, seed))
 

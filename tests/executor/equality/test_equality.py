@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 SEED = 7
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", seeds(range(10), 6))
 def test_random_plans_of_random_models_train_what_torch_trains(number: int) -> None:
     _, tally, failures = compare(SEED, number)
     assert not failures
@@ -30,7 +30,7 @@ def test_a_rank_whose_part_is_empty_has_a_timeline_too() -> None:
     assert tally.tried
 
 
-@pytest.mark.parametrize("first", seeds(range(10, 60, 10), 1))
+@pytest.mark.parametrize("first", seeds(range(10, 60, 10), 0))
 def test_more_random_models_train_what_torch_trains(first: int) -> None:
     found = [line for number in range(first, first + 10) for line in compare(SEED, number)[2]]
     assert not found
@@ -71,11 +71,11 @@ def test_a_plan_that_trains_something_else_is_told(
     from stratagem.simulator.graph import operator_graph
 
     monkeypatch.setattr(operator_graph, "add_shares", lambda operator, added, parts: operator)
-    main(["--plans", "40", "--seed", "1"])
+    main(["--plans", "15", "--seed", "1"])
     shown = capsys.readouterr()
     lines = [json.loads(line) for line in shown.out.splitlines()]
     assert lines[-1]["case"] == "all"
-    assert lines[-1]["tried"] >= 40
+    assert lines[-1]["tried"] >= 15
     assert lines[-1]["failed"] > 0
     assert lines[-1]["failed"] == sum(line["failed"] for line in lines[:-1])
     assert " is " in shown.err

@@ -151,14 +151,14 @@ def run(script: str, *arguments: object) -> dict[str, object]:
 
 
 def test_many_writers_and_readers_lose_no_row_and_meet_no_lock(tmp_path: Path):
-    writers, puts = 6, 400
+    writers, puts = 6, 150
     found = run(CROWD, tmp_path / "new" / "timings.sqlite", writers, puts, 2)
     assert found["codes"] == [0] * (writers + 2)
     assert found["rows"] == writers * puts + puts + writers * puts // 10
 
 
 def test_killed_writers_leave_every_row_whole(tmp_path: Path):
-    found = run(KILLING, tmp_path / "timings.sqlite", 25, 100, 1)
-    assert found["rounds"] >= 25
+    found = run(KILLING, tmp_path / "timings.sqlite", 10, 40, 1)
+    assert found["rounds"] >= 10
     assert found["killed"] == 3 * found["rounds"]
-    assert found["stored"] >= 100
+    assert found["stored"] >= 40

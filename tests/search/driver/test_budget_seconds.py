@@ -43,7 +43,7 @@ def spend(seconds: float | None) -> SearchResult:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [20, 25, 60])
+@pytest.mark.parametrize("seconds", [20, 25, pytest.param(60, marks=pytest.mark.long)])
 def test_a_budget_of_seconds_is_kept(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of large meshes were priced to their end, whatever the clock said before."""
     spend(1e-3)  # compile what is compiled, and import

@@ -33,6 +33,7 @@ from stratagem.simulator.hardware.device_mesh import MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
@@ -86,7 +87,7 @@ def test_the_front_holds_no_plan_that_another_beats() -> None:
                 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10, few=3), deadline=None)
 @given(
     tensor=st.sampled_from([None, 1, 2]),
     pipeline=st.sampled_from([None, 1, 2]),

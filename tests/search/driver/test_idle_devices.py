@@ -112,7 +112,7 @@ def problems(draw: st.DrawFn) -> tuple[OperatorGraph, Cluster]:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4, few=2), deadline=None, derandomize=True)
 @given(problems())
 def test_no_smaller_cluster_has_a_better_plan(problem: tuple[OperatorGraph, Cluster]) -> None:
     check_smaller(*problem)

@@ -34,6 +34,7 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.idle_devices import vain_devices
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.examples import examples
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""
@@ -128,7 +129,7 @@ def check_constraints(
     return tight.simulation.step_time / free.simulation.step_time
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5, few=2), deadline=None)
 @given(problems())
 def test_a_constraint_never_beats_the_bound_without_it(
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
@@ -169,7 +170,7 @@ def check_growth(
 # Chains cool by their whole budget, so that this is no theorem: it is held on the same problems
 # every time here, and on others every time below.
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=examples(5, few=2), deadline=None, derandomize=True)
 @given(growths())
 def test_more_budget_never_gives_a_worse_plan(
     growth: tuple[OperatorGraph, Cluster, tuple[str, ...], int],
