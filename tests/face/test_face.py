@@ -81,7 +81,8 @@ def test_simulating_waits_for_no_torch() -> None:
     code = """
 import sys, stratagem as sg
 from stratagem.simulator.graph.models import mlp
-cluster, budget = sg.Cluster.preset("dgx-a100", num_nodes=1), sg.Budget(evaluations=20)
+cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+budget = sg.Budget(evaluations=20)
 sg.search(mlp([64, 64, 64], batch=32), cluster, budget=budget, progress=False)
 print(sorted({"torch", "matplotlib", "cupy"} & set(sys.modules)))
 """

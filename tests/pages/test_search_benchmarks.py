@@ -136,13 +136,13 @@ def test_limits_that_hardly_a_model_keeps_are_refused() -> None:
 
 @pytest.mark.slow
 def test_two_processes_and_one_core_or_two_give_the_same_plan() -> None:
-    line = determinism.measure("mlp", evaluations=1_000, runs=(1, 2))
+    line = determinism.measure("mlp", evaluations=200, runs=(1, 2))
     assert (line["runs"], line["plans"], line["identical"]) == (2, 1, True)
 
 
 def test_other_seeds_and_models_have_other_plan_files() -> None:
     """Else equal hashes would say nothing."""
-    plan = json.loads(determinism.plan_bytes("mlp", 200, 1))
+    plan = json.loads(determinism.plan_bytes("mlp", 0, 1))
     assert plan["seed"] == 3
     assert plan["prediction"]["step_time"] > 0
     made = {name: make().fingerprint for name, make in determinism.CASES.items()}

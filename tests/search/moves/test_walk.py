@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -300,8 +301,13 @@ def crooked() -> OperatorGraph:
     return mlp([8192, 64, 4096, 1024, 64, 64, 256], batch=1024)
 
 
+@functools.cache
+def found_with_walks() -> SearchResult:
+    return found_on(crooked(), 20_000, pipeline=2)
+
+
 def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = found_on(crooked(), 20_000, pipeline=2)
+    whole = found_with_walks()
     monkeypatch.setattr(improver, "WALKED_SHARE", 0.0)
     without = found_on(crooked(), 20_000, pipeline=2)
     assert walked(whole)
@@ -311,7 +317,7 @@ def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ctrl_c_in_a_walk_keeps_what_was_settled() -> None:
     graph, shares = crooked(), []
-    whole = found_on(graph, 20_000, pipeline=2)
+    whole = found_with_walks()
     points = [point for point in whole.trace if point.skeleton.startswith("walking")]
     fell = next(k for k, point in enumerate(points) if point.best < points[0].best)
 

@@ -168,8 +168,8 @@ def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
     wishes = {"training": sg.Training("bfloat16"), "budget": sg.Budget(400), "progress": False}
     free = sg.search(graph, cluster(), baselines=(), **wishes)
     tight = cluster(0.7 * free.simulation.peak_memory / 2**30)
-    fast = sg.search(graph, tight, **wishes)
-    plain = sg.search(graph, tight, prefer="simplest", **wishes)
+    fast = sg.search(graph, tight, baselines=(), **wishes)
+    plain = sg.search(graph, tight, baselines=(), prefer="simplest", **wishes)
     best = plain.fastest or plain.simulation
     assert best.step_time == fast.simulation.step_time
     assert plain.simulation.fits

@@ -80,7 +80,7 @@ def test_a_search_under_another_name_ends_alike(name: str) -> None:
     arguments = {
         "budget": Budget(evaluations=200),
         "baselines": (),
-        "constraints": Constraints(pipeline=2, microbatches=(4, 8)),
+        "constraints": Constraints(pipeline=2, microbatches=(4,)),
     }
     plain = search(here.graph, CLUSTER, schedule=name, **arguments)  # type: ignore[arg-type]
     with renamed(name) as copy:
