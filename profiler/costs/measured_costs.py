@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 from stratagem.profiler.cache.csv_and_json import from_json, to_json
 from stratagem.profiler.cache.timing_keys import (
@@ -310,7 +310,7 @@ def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
     seconds = np.array([entry.measurement.median_s for entry in entries])
     rows = np.stack([1.0 / seconds, sizes / seconds], axis=1)
     scale = np.linalg.norm(rows, axis=0)
-    solution, _ = nnls(rows / scale, np.ones(len(entries)))
+    solution, _ = scipy.optimize.nnls(rows / scale, np.ones(len(entries)))
     constant, slope = solution / scale
     errors = (constant + slope * sizes) / seconds - 1.0
     error = max(LEAST_ERROR, float(np.abs(errors).max()))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import least_squares, nnls
 from torch import Tensor
 
 from stratagem.profiler.cache.timing_cache import TimingCache
@@ -271,7 +271,7 @@ def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, 
         )
     relative = rows / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
-    start, _ = nnls(relative / scale, np.ones(len(timings)))
+    start, _ = scipy.optimize.nnls(relative / scale, np.ones(len(timings)))
 
     def off(logarithms: Floats) -> Floats:
         link = _plain_link(*np.exp(logarithms).tolist())
@@ -281,7 +281,9 @@ def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, 
     # Times that do not grow end at the lower bound of a byte, those without latency at that of it.
     smallest = np.log([LEAST_LATENCY, LEAST_SECONDS_PER_BYTE])
     first = np.maximum(np.log(np.maximum(start / scale, 1e-300)), smallest + 1e-6)
-    found = least_squares(off, first, bounds=(smallest, np.inf), ftol=1e-12, gtol=1e-12)
+    found = scipy.optimize.least_squares(
+        off, first, bounds=(smallest, np.inf), ftol=1e-12, gtol=1e-12
+    )
     latency, per_byte = (float(value) for value in np.exp(found.x))
     if per_byte < 2 * LEAST_SECONDS_PER_BYTE:
         largest = max(timing.nbytes for timing in timings)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
+import scipy
 
 from stratagem.profiler.cache.timing_keys import BETWEEN_NODES, IN_A_NODE, CollectiveEntry
 from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
@@ -203,7 +203,7 @@ def _figures(
         return np.asarray(np.log(said / seconds))
 
     start = np.array([math.log(given.bandwidth_gb_s), math.log(max(given.latency_us, 1e-2))])
-    found = least_squares(off, start, ftol=1e-12, gtol=1e-12)
+    found = scipy.optimize.least_squares(off, start, ftol=1e-12, gtol=1e-12)
     seen = np.linalg.norm(found.jac, axis=0)
     if len({each.key.nbytes for each in entries}) < 2 or float(seen.min()) < SURE:
         raise ValueError(

@@ -40,8 +40,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import linprog
+import scipy
 
 from stratagem.searcher.bounds.spanning_forest import Pair, minimise_forest, spanning_forest
 from stratagem.searcher.problem import _score_kernels
@@ -401,7 +400,9 @@ class _Relaxation:
         goal, total = np.zeros(len(mine) + 1), np.ones((1, len(mine) + 1))
         goal[-1], total[0, -1] = -1.0, 0.0
         most = [*[(0, None)] * len(mine), (None, None)]
-        solved = linprog(goal, above, np.zeros(len(shares)), total, [1.0], most, method="highs-ds")
+        solved = scipy.optimize.linprog(
+            goal, above, np.zeros(len(shares)), total, [1.0], most, method="highs-ds"
+        )
         assert solved.status == 0, solved.message
         found = np.maximum(solved.x[:-1], 0.0)
         return dict(zip(mine, (found / found.sum()).tolist(), strict=True))
@@ -525,7 +526,7 @@ class _Relaxation:
         groups += [len(self.problem.capacities)] * len(self._paths)
         groups += [moment.name[0] for moment in self._moments]
         parts = sorted(set(groups))
-        above = sparse.vstack([_cuts(values, groups, parts, part) for part in parts])
+        above = scipy.sparse.vstack([_cuts(values, groups, parts, part) for part in parts])
         width, paths = len(values) + len(parts), range(len(names), len(names) + len(self._paths))
         equal = np.zeros((1 + len(on_paths), width))
         equal[0, paths] = 1.0
@@ -541,7 +542,7 @@ class _Relaxation:
             *[(0, 1e4)] * len(self._moments),
             *[(None, 1e6)] * len(parts),
         ]
-        solved = linprog(
+        solved = scipy.optimize.linprog(
             goal, above, np.zeros(above.shape[0]), equal, right, most, method="highs-ds"
         )
         assert solved.status == 0, solved.message
@@ -553,11 +554,11 @@ class _Relaxation:
 
 def _cuts(
     values: Sequence[Floats], groups: Sequence[int], parts: Sequence[int], part: int
-) -> sparse.csr_array:
+) -> scipy.sparse.csr_array:
     """Rows by which what a part of the plan takes is at most what choices met make of it."""
     mine = [k for k, group in enumerate(groups) if group == part]
     rows = np.unique(np.column_stack([values[k] for k in mine]), axis=0)
-    cuts = sparse.lil_array((len(rows), len(values) + len(parts)))
+    cuts = scipy.sparse.lil_array((len(rows), len(values) + len(parts)))
     cuts[:, mine] = rows
     cuts[:, len(values) + parts.index(part)] = 1.0
     return cuts.tocsr()

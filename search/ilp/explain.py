@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import scipy.sparse as sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
+import scipy
 
 from stratagem.searcher.ilp.bounds.linear_relaxation import LinearProgram
 from stratagem.searcher.ilp.problem.instance import Device, Instance, limits
@@ -145,21 +144,21 @@ def _least_excess(
     matrix, right, scale = program.memory_rows()
     unit = float(max((window.nbytes.max(initial=1) for window in memory.windows), default=1))
     place = (np.arange(memory.num_rows), memory.devices)
-    slack = sparse.csr_matrix((-unit / scale, place), shape=(memory.num_rows, num_devices))
+    slack = scipy.sparse.csr_matrix((-unit / scale, place), shape=(memory.num_rows, num_devices))
     num_columns = program.equalities.shape[1]
-    none = sparse.csr_matrix((program.equalities.shape[0], num_devices))
+    none = scipy.sparse.csr_matrix((program.equalities.shape[0], num_devices))
     whole = np.zeros(num_columns + num_devices)
     whole[: program.num_strategies] = 1
     upper = np.concatenate((np.ones(num_columns), np.full(num_devices, np.inf)))
-    found = milp(
+    found = scipy.optimize.milp(
         np.concatenate((np.zeros(num_columns), np.ones(num_devices))),
         constraints=[
-            LinearConstraint(
-                sparse.hstack([program.equalities, none]), program.right, program.right
+            scipy.optimize.LinearConstraint(
+                scipy.sparse.hstack([program.equalities, none]), program.right, program.right
             ),
-            LinearConstraint(sparse.hstack([matrix, slack]), -np.inf, right),
+            scipy.optimize.LinearConstraint(scipy.sparse.hstack([matrix, slack]), -np.inf, right),
         ],
-        bounds=Bounds(0, upper),
+        bounds=scipy.optimize.Bounds(0, upper),
         integrality=whole,
         options={"time_limit": seconds, "mip_rel_gap": 0.0},
     )

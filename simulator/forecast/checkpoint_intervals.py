@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scipy.special import lambertw
+import scipy
 
 LONGEST_EXPONENT = 700.0
 """Beyond it the exponential function is beyond floating point: such a run never ends."""
@@ -107,4 +107,4 @@ def best_interval(mtbf: float, checkpoint: float) -> float:
         return math.inf
     if checkpoint < SHORT * mtbf:
         return math.sqrt(2.0 * checkpoint * mtbf)
-    return mtbf * (1.0 + float(lambertw(-math.exp(-1.0 - checkpoint / mtbf)).real))
+    return mtbf * (1.0 + float(scipy.special.lambertw(-math.exp(-1.0 - checkpoint / mtbf)).real))

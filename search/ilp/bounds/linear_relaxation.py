@@ -9,8 +9,7 @@ breaks them. The bound does not rest on the solver's tolerances: it is computed 
 from __future__ import annotations
 
 import numpy as np
-import scipy.sparse as sparse
-from scipy.optimize import linprog
+import scipy
 
 from stratagem.searcher.ilp.bounds.dual_bound import Dual
 from stratagem.searcher.ilp.bounds.relaxation_result import Relaxed
@@ -71,12 +70,12 @@ class LinearProgram:
             column += len(pairs)
         shape = (line, column)
         place = (np.concatenate(lines), np.concatenate(columns))
-        self.equalities = sparse.csr_matrix((np.concatenate(values), place), shape=shape)
+        self.equalities = scipy.sparse.csr_matrix((np.concatenate(values), place), shape=shape)
         self.right = np.zeros(line)
         self.right[: len(self.nodes)] = 1.0
         self.costs = np.concatenate(costs) / self.scale
 
-    def memory_rows(self) -> tuple[sparse.csr_matrix, Floats, Floats]:
+    def memory_rows(self) -> tuple[scipy.sparse.csr_matrix, Floats, Floats]:
         """The rows in use, their limits, and what each was divided by."""
         memory = self.problem.memory
         assert memory is not None
@@ -94,7 +93,9 @@ class LinearProgram:
         scale = np.maximum(memory.limits[wanted].astype(np.float64), 1.0)
         place = (np.concatenate(lines), np.concatenate(columns))
         shape = (len(wanted), self.equalities.shape[1])
-        matrix = sparse.csr_matrix((np.concatenate(values) / scale[place[0]], place), shape=shape)
+        matrix = scipy.sparse.csr_matrix(
+            (np.concatenate(values) / scale[place[0]], place), shape=shape
+        )
         return matrix, memory.limits[wanted] / scale, scale
 
     def add_broken(self, weights: dict[int, Floats]) -> bool:
@@ -119,7 +120,7 @@ class LinearProgram:
         assert memory is not None
         options = {} if seconds is None else {"time_limit": max(seconds, 0.1)}
         matrix, limits, scale = self.memory_rows()
-        found = linprog(
+        found = scipy.optimize.linprog(
             self.costs,
             A_ub=matrix,
             b_ub=limits,

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+import scipy
 
 from stratagem.searcher.planners.inputs.dnn_partitioning import PartitionInput, PartitionNode
 from stratagem.simulator.base.arrays import Floats
@@ -63,8 +62,10 @@ def pipeline_blocks(graph: PartitionInput, *, merge: bool = True) -> Blocks:
     order = _forward_edges(graph, block_of)
     count = max(block_of.values()) + 1
     tails, heads = zip(*order, strict=True) if order else ((), ())
-    adjacency = coo_array((np.ones(len(tails)), (tails, heads)), shape=(count, count))
-    _, component = connected_components(adjacency, directed=True, connection="strong")
+    adjacency = scipy.sparse.coo_array((np.ones(len(tails)), (tails, heads)), shape=(count, count))
+    _, component = scipy.sparse.csgraph.connected_components(
+        adjacency, directed=True, connection="strong"
+    )
     block_of = _renumbered(graph, {n: int(component[b]) for n, b in block_of.items()})
     blocks = _build(graph, block_of, _forward_edges(graph, block_of))
     while merge:

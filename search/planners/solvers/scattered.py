@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+import scipy
 
 from stratagem.searcher.planners.inputs.blocks import Blocks, colour_blocks
 from stratagem.searcher.planners.inputs.dnn_partitioning import (
@@ -231,10 +230,10 @@ def prove(model: Assignment, value: float, seconds: float) -> tuple[float, Indic
     objective[top] = 1.0
     whole = np.zeros(top + 1)
     whole[:num_places] = 1.0
-    outcome = milp(
+    outcome = scipy.optimize.milp(
         objective,
         constraints=rows.constraint(top + 1),
-        bounds=Bounds(np.zeros(top + 1), upper),
+        bounds=scipy.optimize.Bounds(np.zeros(top + 1), upper),
         integrality=whole,
         options={"time_limit": seconds, "mip_rel_gap": PROVED / 10},
     )
@@ -265,11 +264,11 @@ class _ProgramRows:
         self.lower.append(lower)
         self.upper.append(upper)
 
-    def constraint(self, num_columns: int) -> LinearConstraint:
+    def constraint(self, num_columns: int) -> scipy.optimize.LinearConstraint:
         """All rows."""
         shape = (len(self.lower), num_columns)
-        matrix = coo_array((self.entry, (self.row, self.column)), shape=shape).tocsr()
-        return LinearConstraint(matrix, self.lower, self.upper)
+        matrix = scipy.sparse.coo_array((self.entry, (self.row, self.column)), shape=shape).tocsr()
+        return scipy.optimize.LinearConstraint(matrix, self.lower, self.upper)
 
 
 def _pairs(net: Sequence[int]) -> list[tuple[int, int]]:
