@@ -26,6 +26,7 @@ from stratagem.simulator.hardware.cluster import Cluster, preset_names
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
+from tests.support.brief_timing import timed_briefly
 
 ROOT = Path(__file__).parents[2]
 VERBS = (
@@ -182,7 +183,8 @@ class TestJson:
 
     @pytest.mark.slow
     def test_profile_and_run(self, place):
-        found = answer("profile", "answer_model:build", "--seconds", "1", "--limit", "5")
+        with timed_briefly():
+            found = answer("profile", "answer_model:build", "--seconds", "1", "--limit", "5")
         assert found["timed"] > 0
         answer("search", "answer_model:build", "-c", "local-cpu", "-o", "small.json", *SMALL[6:])
         ran = answer("run", "small.json", "answer_model:build", "--steps", "2", "-o", "ran.json")

@@ -300,7 +300,7 @@ def test_a_rank_that_hangs_while_it_builds_the_model_is_named(place: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_never_comes_stops_the_others(
     place: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -166,7 +166,10 @@ def test_a_run_listens_to_its_own_machine_only(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+)
 def test_a_caller_that_is_ended_takes_its_run_with_it(place: Path, number: int) -> None:
     caller = started(place, "--checkpoint", "kept", "--every", "5")
     wait_for(lambda: is_training(place))

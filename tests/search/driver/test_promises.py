@@ -258,7 +258,8 @@ def test_all_microbatches_that_a_model_allows_are_listed_for_one_stage() -> None
 def test_no_skeleton_is_listed_twice(nodes: int, per_node: int) -> None:
     """The program over stages had axes of one device, so 16 and 16 × 1 were both searched."""
     graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
-    result = quick(graph, cluster_of(nodes, per_node, 25.0), budget=Budget(evaluations=0))
+    cluster = cluster_of(nodes, per_node, 25.0)
+    result = quick(graph, cluster, budget=Budget(evaluations=0), baselines=())
 
     def alike(record: Any) -> object:
         skeleton = record.skeleton

@@ -155,8 +155,8 @@ def test_regret_is_what_searches_find() -> None:
     graph = sg.models.mlp([1024, 1024, 1024], batch=16384)
     done = sg.annotate(
         graph,
-        CLUSTER,
-        {"data": 8},
+        sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4),
+        {"data": 4},
         {"layers.0": {"data": None}, "layers.1": {"data": "sample"}},
     )
     regret = sg.annotation_regret(done, budget=sg.Budget(evaluations=200))
