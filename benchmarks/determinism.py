@@ -26,6 +26,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.training import Training
 
 CASES: dict[str, Callable[[], OperatorGraph]] = {
+    "small mlp": lambda: mlp([64, 256, 10], batch=16),
     "mlp": lambda: mlp([512, 2048, 512, 10], batch=64),
     "gpt": lambda: gpt(num_layers=4, hidden=512, num_heads=8, sequence=256, batch=64),
     "moe": lambda: moe(num_layers=4, hidden=256, num_heads=4, sequence=128, batch=32),

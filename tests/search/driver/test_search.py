@@ -109,7 +109,8 @@ def test_other_schedules_are_scored_as_they_are_simulated(schedule: str, policy:
 def test_a_zero_bubble_pipeline_is_found_and_shorter_than_1f1b() -> None:
     """On a mesh of one device a stage there is nothing but the pipeline to choose."""
     graph = gpt(num_layers=4, hidden=512, num_heads=8, vocabulary=512, sequence=128, batch=32)
-    result = search(graph, CLUSTER, budget=Budget(evaluations=200), schedule="zb-h1")
+    few = {"num_skeletons": 1, "num_bounded": 0}
+    result = search(graph, CLUSTER, budget=Budget(evaluations=200), schedule="zb-h1", **few)
     baselines = result.baselines
     assert baselines["ZB-H1 pipeline"].step_time < baselines["1F1B pipeline"].step_time
 
@@ -219,7 +220,7 @@ def test_memory_is_a_hard_limit() -> None:
     state = 16 * graph.num_parameters / 2**30
     device = replace(CLUSTER.device_types[0], memory_gib=0.75 * state, reserved_gib=0)
     small = replace(CLUSTER, device_types=(device,))
-    result = search(graph, small, budget=Budget(evaluations=500))
+    result = search(graph, small, budget=Budget(evaluations=500), num_skeletons=2, num_bounded=2)
     assert not result.baselines["data parallel"].fits
     assert result.simulation.fits
 
@@ -231,6 +232,8 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
         graph,
         replace(CLUSTER, device_types=(device,)),
         budget=Budget(evaluations=500),
+        num_skeletons=2,
+        num_bounded=2,
         baselines=(),
     )
     assert not result.simulation.fits

@@ -124,8 +124,8 @@ def test_a_part_that_is_dropped_is_not_done() -> None:
 
 def found_by(threads: int, **changed: object) -> SearchResult:
     graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
-    wishes = {"budget": Budget(200), "num_threads": threads, "seed": 3, **changed}
-    return search(graph, CLUSTER, **wishes)  # type: ignore[arg-type]
+    wishes = {"budget": Budget(200), "num_skeletons": 2, "num_bounded": 4, "seed": 3, **changed}
+    return search(graph, CLUSTER, num_threads=threads, **wishes)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -201,7 +201,8 @@ def show(progress):
 graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 budget = Budget(int(sys.argv[1]))
-result = search(graph, cluster, costs=Mine(), budget=budget, num_threads=2, progress=show)
+few = {"num_skeletons": 1, "num_bounded": 1, "progress": show}
+result = search(graph, cluster, costs=Mine(), budget=budget, num_threads=2, **few)
 print(result.stop_reason.name, result.notes.get("other processes", "well"), flush=True)
 """
 

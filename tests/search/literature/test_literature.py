@@ -63,7 +63,7 @@ def with_memory(cluster: Cluster, nbytes: float) -> Cluster:
 def test_every_method_proposes_plans_that_are_priced(
     name: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(literature, "NUM_PLACEMENTS", 20)
+    monkeypatch.setattr(literature, "NUM_PLACEMENTS", 8)
     s = situation(MODELS[model])
     plans = list(LITERATURE[name](s))
     has_experts = model == "moe"

@@ -32,7 +32,7 @@ MEGATRON = {
     "h.*.attn.qkv": {"model": "head"},
 }
 LAYOUT = {"batch": "data", "heads": "model", "hidden": "model", "vocab": "model"}
-BRIEF = {"budget": sg.Budget(evaluations=200), "progress": False}
+BRIEF = {"budget": sg.Budget(evaluations=200), "baselines": (), "progress": False}
 
 
 def choices(annotated: Annotated) -> dict[str, object]:
@@ -159,7 +159,7 @@ def test_regret_is_what_searches_find() -> None:
         {"data": 4},
         {"layers.0": {"data": None}, "layers.1": {"data": "sample"}},
     )
-    regret = sg.annotation_regret(done, budget=sg.Budget(evaluations=200))
+    regret = sg.annotation_regret(done, **BRIEF)
     assert regret.to_blame == "layers.0"
     assert 0 < regret.at_least <= regret.found
     assert regret.gains["layers.0"] > regret.gains["layers.1"]

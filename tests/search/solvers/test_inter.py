@@ -294,11 +294,9 @@ def test_the_best_candidate_is_no_slower_than_known_setups():
 
 
 def test_equal_arguments_give_equal_candidates():
+    graph, limits = small_gpt(num_layers=4), PipelineLimits(max_stages=2)
     first, second = (
-        [
-            (c.reason, c.seconds, c.peaks)
-            for c in candidates(situation(small_gpt(num_layers=4))).plans
-        ]
+        [(c.reason, c.seconds, c.peaks) for c in candidates(situation(graph), limits=limits).plans]
         for _ in range(2)
     )
     assert first == second

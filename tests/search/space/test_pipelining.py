@@ -80,6 +80,8 @@ def test_a_search_under_another_name_ends_alike(name: str) -> None:
     arguments = {
         "budget": Budget(evaluations=200),
         "baselines": (),
+        "num_skeletons": 2,
+        "num_bounded": 4,
         "constraints": Constraints(pipeline=2, microbatches=(4,)),
     }
     plain = search(here.graph, CLUSTER, schedule=name, **arguments)  # type: ignore[arg-type]
