@@ -17,6 +17,7 @@ from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.instructions import Backward, Free
+from stratagem.executor.program.programs import Program
 from stratagem.executor.program.segments import Segment, segments
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
@@ -100,9 +101,9 @@ def sometimes(seed: int, share: float, recompute: float) -> Chooser:
 Trained = tuple[list[float | None], dict[str, Tensor], set[str]]
 
 
-def trained(case: Case, plan: Plan, *, timed: bool, steps: int = 2) -> list[Trained]:
+def trained(case: Case, program: Program, *, timed: bool, steps: int = 2) -> list[Trained]:
     """On every rank the losses, the values, and what is left in memory beside what lasts."""
-    program, state = lower(plan, case.graph), model_state(case.model)
+    state = model_state(case.model)
 
     def rank(comm: Communicator) -> Trained:
         interpreter = Interpreter(program, comm, state)
@@ -123,7 +124,8 @@ def trained(case: Case, plan: Plan, *, timed: bool, steps: int = 2) -> list[Trai
 def assert_trains_alike(case: Case, plan: Plan) -> None:
     """To rounding: where more than two gradients meet, they may be added in another order."""
     tolerance = 1e-5 if plan.training.precision == "float32" else 0.02
-    one, other = (trained(case, plan, timed=timed) for timed in (True, False))
+    program = lower(plan, case.graph)
+    one, other = (trained(case, program, timed=timed) for timed in (True, False))
     for (losses, values, _), (found, there, left) in zip(one, other, strict=True):
         for loss, expected in zip(found, losses, strict=True):
             assert loss == (expected and pytest.approx(expected, rel=tolerance))
