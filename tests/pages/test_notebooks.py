@@ -31,6 +31,10 @@ SHOWN = {
 """How many figures each shows, and words that stand in its output."""
 
 
+TWICE = ("05_predicted_and_measured", "09_annotations")
+"""Whose calls are those of the first notebook and of the page on annotating, which always run."""
+
+
 def test_every_notebook_is_known() -> None:
     assert [path.stem for path in NOTEBOOKS] == list(SHOWN)
 
@@ -50,7 +54,13 @@ def test_committed_without_output(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.notebook
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in TWICE))
+        for path in NOTEBOOKS
+    ],
+)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

@@ -84,7 +84,7 @@ def check(case: Case, seed: int) -> None:
     assert_runs_like_torch(case, plan)
 
 
-@pytest.mark.parametrize("seed", seeds(range(3), 2))
+@pytest.mark.parametrize("seed", seeds(range(3), 1))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_plans_train_like_torch(model: str, seed: int) -> None:
     check(case_of(model), seed)
