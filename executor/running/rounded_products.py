@@ -15,7 +15,8 @@ from stratagem.simulator.torch_ops.kernels.run_kernel import rounded
 
 _OPERANDS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     (functional, "linear", (0, 1)),
-    (functional, "conv2d", (0, 1)),
+    *((functional, f"conv{places}d", (0, 1)) for places in (1, 2, 3)),
+    *((functional, f"conv_transpose{places}d", (0, 1)) for places in (1, 2, 3)),
     (functional, "scaled_dot_product_attention", (0, 1, 2)),
     (torch, "addmm", (1, 2)),
     *((torch, name, (0, 1)) for name in ("matmul", "mm", "bmm")),

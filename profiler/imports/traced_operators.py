@@ -20,6 +20,7 @@ from typing import Any
 
 from stratagem.profiler.imports.trace_events import TraceCall
 from stratagem.simulator.base.precision import STORED
+from stratagem.simulator.graph.building.convolution_builder import Sliding
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
     DraftTensor,
@@ -279,23 +280,18 @@ def _softmax(given: _Arguments) -> TracedCall:
     return TracedCall((b.finish(made),), given.precision)
 
 
-def _pair(value: Sequence[int]) -> tuple[int, int]:
-    return value[0], value[-1]
-
-
-def _conv2d(given: _Arguments) -> TracedCall:
+def _conv(given: _Arguments) -> TracedCall:
     b = _Builder()
-    _refuse_unless(len(given.tensor(0).shape) == 4, "an image without a batch")
+    weight = given.tensor(1)
+    _refuse_unless(len(given.tensor(0).shape) == len(weight.shape), "an image without a batch")
     bias = b.parameter(given.tensor(2)) if given.has_tensor(2) else None
-    made = b.graph.conv2d(
-        b.input(given.tensor(0)),
-        b.parameter(given.tensor(1)),
-        bias,
-        stride=_pair(given.constant(3)),
-        padding=_pair(given.constant(4)),
-        dilation=_pair(given.constant(5)),
-        groups=given.constant(6),
-        name=_NAME,
+    stride, padding, dilation = (
+        tuple(given.constant(i)) * (1 if len(given.constant(i)) > 1 else len(weight.shape) - 2)
+        for i in (3, 4, 5)
+    )
+    sliding = Sliding(stride, padding, dilation, given.constant(6))
+    made = b.graph.convolution(
+        b.input(given.tensor(0)), b.parameter(weight), bias, sliding, name=_NAME
     )
     gradients = 2 if bias is None else 3
     return TracedCall((b.finish(made),), given.precision, gradients=gradients)
@@ -333,7 +329,7 @@ READERS: Mapping[str, Callable[[_Arguments], TracedCall]] = {
     "aten::rms_norm": _rms_norm,
     "aten::batch_norm": _batch_norm,
     **dict.fromkeys(("aten::softmax", "aten::_softmax"), _softmax),
-    "aten::conv2d": _conv2d,
+    **dict.fromkeys((f"aten::conv{places}d" for places in (1, 2, 3)), _conv),
     "aten::embedding": _embedding,
     "aten::scaled_dot_product_attention": _attention,
 }

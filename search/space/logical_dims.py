@@ -18,6 +18,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.kind_record import POSITION_NORMS, OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
+from stratagem.simulator.operators.sliding_windows import num_sliding
 
 _MULTIPLIES = (OperatorRole.ATTENTION, OperatorRole.PRODUCT)
 """Roles of what multiplies activations with one another."""
@@ -202,8 +203,11 @@ def _is_feature(operator: Operator, name: str) -> bool:
 
 
 def _is_image(place: int) -> Part:
+    """Whether a dim is so far from the end of those of an image."""
     return lambda operator, name: (
-        kind_of(operator).slides and name in factors((operator.outputs[0].layout[place],))
+        kind_of(operator).slides
+        and num_sliding(operator) > 1
+        and name in factors((operator.outputs[0].layout[place],))
     )
 
 
@@ -213,8 +217,8 @@ _PARTS: dict[str, Part] = {
     "heads": _is_head,
     "length": _is_length,
     "features": _is_feature,
-    "height": _is_image(2),
-    "width": _is_image(3),
+    "height": _is_image(-2),
+    "width": _is_image(-1),
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import DimKind, Operator
-from stratagem.simulator.operators.sliding_windows import _place, window_of
+from stratagem.simulator.operators.sliding_windows import num_sliding, window_of, window_place
 
 
 def with_halos(
@@ -34,12 +34,12 @@ def with_halos(
     for loop in split:
         first, last = window_of(operator, loop).reach(0, sizes[loop])
         grown[operator.windows[loop]] = last - first
-        padding[_place(operator, loop)] = 0
+        padding[window_place(operator, loop)] = 0
     return grown, {**operator.attributes, "padding": padding}
 
 
 def split_images(graph: OperatorGraph) -> OperatorGraph:
-    """The same model, whose convolutions and poolings may be sharded along heights and widths.
+    """The same model, whose convolutions and poolings may be sharded along what they slide over.
 
     Example:
         >>> from stratagem.simulator.graph.models import resnet
@@ -60,9 +60,10 @@ def _split(operator: Operator) -> Operator:
     if not kind_of(operator).slides or operator.windows:
         return operator
     read, *others = operator.inputs
+    slid = -num_sliding(operator)
     windows = tuple(
         (ours[0], theirs[0])
-        for ours, theirs in zip(operator.outputs[0].layout[2:], read.layout[2:], strict=True)
+        for ours, theirs in zip(operator.outputs[0].layout[slid:], read.layout[slid:], strict=True)
         if len(ours) == len(theirs) == 1
     )
     free = {loop for loop, _ in windows}

@@ -62,21 +62,27 @@ class Window:
 
 def window_of(operator: Operator, loop: str) -> Window:
     """The window that slides along dim `loop` of the result of a convolution or a pooling."""
-    place = _place(operator, loop)
+    place = window_place(operator, loop)
     given = operator.attributes
     kernel = given.get("kernel") or shape_of(operator.weights[0].layout[2:], operator.sizes)
     return Window(
         size=kernel[place],
         stride=given["stride"][place],
         padding=given["padding"][place],
-        dilation=given.get("dilation", (1, 1))[place],
+        dilation=given["dilation"][place] if "dilation" in given else 1,
         extent=operator.sizes[operator.windows[loop]],
     )
 
 
-def _place(operator: Operator, loop: str) -> int:
-    """0 for a height, 1 for a width."""
-    return operator.outputs[0].layout.index((loop,)) - 2
+def window_place(operator: Operator, loop: str) -> int:
+    """The place of a dim of the result among those that windows slide along, 0 for the first."""
+    layout = operator.outputs[0].layout
+    return layout.index((loop,)) - len(layout) + num_sliding(operator)
+
+
+def num_sliding(operator: Operator) -> int:
+    """Along how many dims, the last ones, the windows of an operator slide."""
+    return len(operator.attributes["stride"])
 
 
 def shard_bounds(size: int, splits: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:

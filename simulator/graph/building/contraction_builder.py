@@ -30,7 +30,7 @@ def label(tensor: DraftTensor, dims: Sequence[int], name: str, priority: int) ->
 
 
 class ContractionBuilder(GraphBuilderBase):
-    """linear, linear_sum, matmul, conv2d, embedding and attention."""
+    """linear, linear_sum, matmul, embedding and attention."""
 
     def linear(
         self,
@@ -126,66 +126,6 @@ class ContractionBuilder(GraphBuilderBase):
             own = batch[len(batch) - len(tensor.dims) + 2 :]
             draft.reads.append(self._bind(draft, tensor, [*own, *loops], broadcast=True))
         return self._made(draft, [*batch, m, n], a.dtype)
-
-    def conv2d(
-        self,
-        x: DraftTensor,
-        weight: DraftTensor,
-        bias: DraftTensor | None = None,
-        *,
-        stride: tuple[int, int] = (1, 1),
-        padding: tuple[int, int] = (0, 0),
-        dilation: tuple[int, int] = (1, 1),
-        groups: int = 1,
-        name: str = "",
-    ) -> DraftTensor:
-        """(sample, in_channel, in_height, in_width) to (sample, out_channel, height, width).
-
-        The weight is (out_channel, in_channel / groups, kernel_height, kernel_width).
-
-        Raises:
-            ValueError: the channels do not fit, or the kernel is larger than the padded image.
-        """
-        x = self._written(x)
-        draft = self._draft("conv2d", name)
-        halo = "images are split by `split_images`"
-        grouped = "" if groups == 1 else "grouped channels are not supported sharded"
-        channels = ATTRIBUTE if groups > 1 else REDUCTION
-        sample = self._loop(draft, "sample", ATTRIBUTE, x.shape[0])
-        into = self._loop(draft, "in_channel", channels, x.shape[1], whole=grouped)
-        image = [
-            self._loop(draft, axis, ATTRIBUTE, size, whole=halo)
-            for axis, size in zip(("in_height", "in_width"), x.shape[2:], strict=True)
-        ]
-        out = self._loop(draft, "out_channel", PARAMETER, weight.shape[0], whole=grouped)
-        each = into
-        if groups > 1:
-            each = self._loop(draft, "group_channel", REDUCTION, weight.shape[1], whole=grouped)
-        if weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
-            raise ValueError(
-                f"{draft.where}: {x.shape[1]} input channels in {groups} groups do not fit a "
-                f"weight of shape {weight.shape}; it takes {weight.shape[1] * groups} channels"
-            )
-        kernel = [
-            self._loop(draft, axis, REDUCTION, size, whole="a kernel is applied whole")
-            for axis, size in zip(("kernel_height", "kernel_width"), weight.shape[2:], strict=True)
-        ]
-        draft.reads.append(self._bind(draft, x, [sample, into, *image]))
-        draft.weights.append(self._bind(draft, weight, [out, each, *kernel]))
-        if bias is not None:
-            draft.weights.append(self._bind(draft, bias, [out]))
-        sizes = window_sizes(draft.where, x.shape[2:], weight.shape[2:], stride, padding, dilation)
-        draft.attributes.update(
-            stride=list(stride), padding=list(padding), dilation=list(dilation), groups=groups
-        )
-        rows = [
-            self._loop(draft, axis, ATTRIBUTE, size, whole=halo)
-            for axis, size in zip(("height", "width"), sizes, strict=True)
-        ]
-        made = self._made(draft, [sample, out, *rows], x.dtype)
-        for dim, text in enumerate(("channel", "height", "width"), 1):
-            label(made, [dim], text, 2)
-        return made
 
     def embedding(
         self,
@@ -303,28 +243,3 @@ def _label_groups(key: DraftTensor) -> None:
         own = {id(leaf) for group in key.own for leaf in leaves_of(group)}
         for leaf in leaves_of(key.dims[-3]):
             name_factors([leaf], "kv_head" if id(leaf) in own else "group", 4)
-
-
-def window_sizes(
-    where: str,
-    image: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int] = (1, 1),
-) -> tuple[int, ...]:
-    """Height and width after sliding a window over an image.
-
-    Raises:
-        ValueError: the window is larger than the padded image.
-    """
-    sizes = []
-    for size, width, step, pad, gap in zip(image, kernel, stride, padding, dilation, strict=True):
-        room = size + 2 * pad - gap * (width - 1) - 1
-        if room < 0:
-            raise ValueError(
-                f"{where}: a window of {width} (dilation {gap}) is larger than an image of {size} "
-                f"padded by {pad}; pad more or use a smaller window"
-            )
-        sizes.append(room // step + 1)
-    return tuple(sizes)

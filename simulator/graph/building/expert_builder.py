@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from stratagem.simulator.graph.building.contraction_builder import ContractionBuilder, label
+from stratagem.simulator.graph.building.contraction_builder import label
+from stratagem.simulator.graph.building.convolution_builder import ConvolutionBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
     DraftParameter,
     DraftTensor,
@@ -43,7 +44,7 @@ def expert_capacity(tokens: int, experts: int, top_k: int, factor: float) -> int
     return slots
 
 
-class ExpertBuilder(ContractionBuilder):
+class ExpertBuilder(ConvolutionBuilder):
     """moe_weights, moe_dispatch, expert_linear and moe_combine.
 
     Gates are (group, token, choice), the share that each token gives to each expert. Tokens of a

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from stratagem.simulator.graph.building.base_builder import is_float
-from stratagem.simulator.graph.building.contraction_builder import label, window_sizes
+from stratagem.simulator.graph.building.contraction_builder import label
+from stratagem.simulator.graph.building.convolution_builder import window_sizes
 from stratagem.simulator.graph.building.factor_unification import fresh
 from stratagem.simulator.graph.building.generic_builder import GenericBuilder
 from stratagem.simulator.graph.building.operator_drafts import (

@@ -163,10 +163,15 @@ class SplitParts:
 
 
 def out_group(operator: Operator) -> tuple[str, ...]:
-    """The dims whose product are the columns of a contraction; empty where it has none."""
+    """The dims whose product are the columns of a contraction; empty where it has none.
+
+    Groups of channels are none: each of them reads channels of its own.
+    """
     product = kind_of(operator).product
     along = None if product is None else product.columns
-    return () if along is None else operator.outputs[0].layout[along]
+    columns = () if along is None else operator.outputs[0].layout[along]
+    read = {name for each in operator.inputs for name in factors(each.layout)}
+    return () if read.intersection(columns) else columns
 
 
 def is_contraction(graph: OperatorGraph, operator: Operator, own: frozenset[str]) -> bool:

@@ -166,7 +166,7 @@ class OperatorKind:
         positionwise: whether a position of its result depends on that position alone, as long as
             its dim is neither summed over nor whole.
         like_input: whether its result has the dims of its first input.
-        slides: whether windows slide over the last two dims of its first input.
+        slides: whether windows slide over the last dims of its first input, and of its output.
         values: per input what it holds, where that is not numbers of any size.
         values_of: likewise of an operator, where its kind alone does not say so.
         buffers: weights that passes write, and that are not trained.

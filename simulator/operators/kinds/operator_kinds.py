@@ -20,7 +20,14 @@ matmul         a (..., m, k), b (..., k,    none                      (..., m, n
 conv2d         x (sample, in_channel,       weight (out_channel,      (sample, out_channel,
                in_height, in_width)         in_channel,               height, width); `stride`,
                                             kernel_height,            `padding`, `dilation`,
-                                            kernel_width); bias       `groups`
+                                            kernel_width); bias       `groups`; more than one
+                                                                      group is a dim of its own,
+                                                                      in front of channels;
+                                                                      conv1d and conv3d likewise
+conv           x (sample, in_channel,       weight (in_channel,       (sample, out_channel,
+_transpose2d   in_height, in_width)         out_channel,              height, width); those and
+                                            kernel_height,            `output_padding`; of one
+                                            kernel_width); bias       and three dims likewise
 embedding      ids (...)                    weight (vocabulary,       (..., hidden);
                                             hidden)                   [`padding`]
 layer_norm     x (..., normalised…)         weight, bias              like x; `eps`
@@ -99,7 +106,12 @@ KINDS: dict[str, OperatorKind] = {
         products.LINEAR,
         products.LINEAR_SUM,
         products.MATMUL,
+        products.CONV1D,
         products.CONV2D,
+        products.CONV3D,
+        products.CONV_TRANSPOSE1D,
+        products.CONV_TRANSPOSE2D,
+        products.CONV_TRANSPOSE3D,
         vocabularies.EMBEDDING,
         norms.LAYER_NORM,
         norms.RMS_NORM,

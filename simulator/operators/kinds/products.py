@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 from stratagem.simulator.operators.inner_collectives import halos
@@ -89,6 +90,26 @@ def of_weight(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
     return rows, columns, elements // (rows * columns)
 
 
+def spread_flops(operator: Operator, sizes: Sizes) -> float:
+    """2 × what is read × the channels of a group and the places of a window that it goes to."""
+    reads, inner = set(factors(operator.inputs[0].layout)), factors(operator.weights[0].layout)
+    read = math.prod(shape_of(operator.inputs[0].layout, sizes))
+    return 2.0 * read * math.prod(sizes[name] for name in inner if name not in reads)
+
+
+def of_spread_weight(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
+    """Rows, columns and batch where every place that is read makes a window of the result."""
+    weight, read = factors(operator.weights[0].layout), factors(operator.inputs[0].layout)
+    rows = math.prod(sizes[name] for name in read if name not in weight)
+    made = (name for name in weight if operator.dim(name).kind is DimKind.PARAMETER)
+    kernel = (name for name in weight if name not in (*read, *_made(operator)))
+    return rows, math.prod(sizes[name] for name in (*made, *kernel)), 1
+
+
+def _made(operator: Operator) -> tuple[str, ...]:
+    return factors(operator.outputs[0].layout)
+
+
 def _saves_multiplications(operator: Operator) -> bool:
     """Whether it is a 3 × 3 convolution of stride 1 (Winograd; Lavin and Gray 2016)."""
     kernel = shape_of(operator.weights[0].layout, operator.sizes)[2:]
@@ -168,4 +189,21 @@ CONV2D = OperatorKind(
     weight_share=0.5,
     inner=halos,
     slides=True,
+)
+
+CONV1D, CONV3D = (replace(CONV2D, name=f"conv{places}d") for places in (1, 3))
+
+CONV_TRANSPOSE2D = OperatorKind(
+    name="conv_transpose2d",
+    role=OperatorRole.CONVOLUTION,
+    flops=spread_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(shape=of_spread_weight, sums_bias=True),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=(0,)),
+    weight_share=0.5,
+)
+
+CONV_TRANSPOSE1D, CONV_TRANSPOSE3D = (
+    replace(CONV_TRANSPOSE2D, name=f"conv_transpose{places}d") for places in (1, 3)
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stratagem.simulator.graph.building.convolution_builder import Sliding
 from stratagem.simulator.graph.building.factor_unification import leaves_of
 from stratagem.simulator.graph.building.operator_drafts import (
     DraftParameter,
@@ -55,20 +56,49 @@ def _pair(value: Any) -> tuple[int, int]:
     return (sizes[0], sizes[-1])
 
 
-def _conv2d(call: AtenCall) -> DraftTensor:
-    x, padding = call.tensor("input"), call.given("padding")
-    padding = 0 if padding == "valid" else padding
-    call.refuse_unless(not isinstance(padding, str), f"padding {padding!r}")
-    call.refuse_unless(len(x.dims) == 4, f"{len(x.dims)} dims, without a batch of images")
-    return call.builder.conv2d(
-        x,
-        call.stored("weight"),
-        call.stored_or_none("bias"),
-        stride=_pair(call.given("stride")),
-        padding=_pair(padding),
-        dilation=_pair(call.given("dilation")),
+def _each(value: Any, places: int) -> tuple[int, ...]:
+    """A number for each of so many dims, of which one may be given for all."""
+    sizes = [value] if isinstance(value, int) else list(value)
+    return tuple(sizes * places if len(sizes) == 1 else sizes)
+
+
+def _sliding(call: AtenCall, kernel: Sequence[int]) -> Sliding:
+    """How the windows of a convolution slide."""
+    places = len(kernel)
+    dilation = _each(call.given("dilation"), places)
+    more = call.arguments.get("output_padding")
+    return Sliding(
+        stride=_each(call.given("stride"), places),
+        padding=_padding(call, kernel, dilation),
+        dilation=dilation,
         groups=call.given("groups"),
-        name=call.label("conv2d"),
+        output_padding=() if more is None else _each(more, places),
+    )
+
+
+def _padding(call: AtenCall, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    padding = call.given("padding")
+    if padding == "valid":
+        return (0,) * len(kernel)
+    if padding != "same":
+        return _each(padding, len(kernel))
+    both = [gap * (size - 1) for size, gap in zip(kernel, dilation, strict=True)]
+    odd = any(each % 2 for each in both)
+    call.refuse_unless(not odd, f"padding 'same' of {both}, more on one side than on the other")
+    return tuple(each // 2 for each in both)
+
+
+def _conv(call: AtenCall) -> DraftTensor:
+    x, weight = call.tensor("input"), call.stored("weight")
+    call.refuse_unless(len(x.dims) == len(weight.dims), f"{len(x.dims)} dims, without a batch")
+    spread = call.operator.startswith("conv_transpose")
+    make = call.builder.conv_transpose if spread else call.builder.convolution
+    return make(
+        x,
+        weight,
+        call.stored_or_none("bias"),
+        _sliding(call, weight.shape[2:]),
+        name=call.label(call.operator),
     )
 
 
@@ -238,12 +268,18 @@ def _combine(call: AtenCall) -> DraftTensor:
 
 _POOLED = ("self", "kernel_size", "stride", "padding", "ceil_mode")
 
+_CONVOLVED = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
 OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "linear": reads("input", "weight", "bias")(_linear),
     "addmm": reads("self", "mat1", "mat2", "beta", "alpha")(_addmm),
     "matmul": reads("self", "other")(_matmul),
     **dict.fromkeys(("mm", "bmm"), reads("self", "mat2")(_matmul)),
-    "conv2d": reads("input", "weight", "bias", "stride", "padding", "dilation", "groups")(_conv2d),
+    **{f"conv{places}d": reads(*_CONVOLVED)(_conv) for places in (1, 2, 3)},
+    **{
+        f"conv_transpose{places}d": reads(*_CONVOLVED, "output_padding")(_conv)
+        for places in (1, 2, 3)
+    },
     "embedding": reads("indices", "weight", "padding_idx")(_embedding),
     "layer_norm": reads("input", "normalized_shape", "weight", "bias", "eps")(_layer_norm),
     "rms_norm": reads("input", "normalized_shape", "weight", "eps")(_rms_norm),

@@ -43,7 +43,11 @@ from stratagem.simulator.torch_ops.kernels.shards import (
     look_up,
     place_of,
 )
-from stratagem.simulator.torch_ops.kernels.spatial import conv2d, pool2d
+from stratagem.simulator.torch_ops.kernels.spatial import (
+    convolution,
+    pool2d,
+    transposed_convolution,
+)
 from stratagem.simulator.torch_ops.kernels.step_programs import elementwise
 
 
@@ -252,7 +256,8 @@ KERNELS: dict[str, Kernel] = {
     "linear": PreparedKernel(_linear),
     "linear_sum": _linear_sum,
     "matmul": _matmul,
-    "conv2d": PreparedKernel(conv2d),
+    **{f"conv{places}d": PreparedKernel(convolution) for places in (1, 2, 3)},
+    **{f"conv_transpose{places}d": PreparedKernel(transposed_convolution) for places in (1, 2, 3)},
     "embedding": PreparedKernel(_embedding),
     "layer_norm": PreparedKernel(layer_norm),
     "rms_norm": PreparedKernel(rms_norm),

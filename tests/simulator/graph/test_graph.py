@@ -217,7 +217,10 @@ def test_convolution_pooling_and_norms() -> None:
     assert not whole(one(graph, "n"))
     grouped = one(graph, "grouped")
     assert KINDS["conv2d"].flops(grouped, grouped.sizes) == 2 * 4 * 8 * 16 * 2
-    assert set(whole(grouped)) >= {"in_channel", "out_channel"}
+    assert [dim.name for dim in grouped.dims if not dim.whole] == [
+        "sample", "group", "in_channel", "out_channel"
+    ]  # fmt: skip
+    assert grouped.weights[0].layout[:2] == (("group", "out_channel"), ("in_channel",))
     assert list(whole(one(graph, "ln")).values()) == ["the norm is taken over it"] * 2
 
 

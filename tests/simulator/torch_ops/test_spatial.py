@@ -28,9 +28,10 @@ from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config, 
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts, local_operator
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.operators.operator import Operator, shape_of
 from stratagem.simulator.operators.sliding_windows import Window, shard_bounds, window_of
 from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
@@ -172,6 +173,77 @@ def test_any_window_along_any_dim(seed: int) -> None:
         ran += Shard(dims[-1]) in middle
         assert_equal_to_torch(case, plan)
     assert ran >= 3
+
+
+class Signal(nn.Module):
+    """Convolutions of a signal or a volume: grouped, strided, depthwise and transposed ones."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        conv = {1: nn.Conv1d, 3: nn.Conv3d}[places]
+        spread = {1: nn.ConvTranspose1d, 3: nn.ConvTranspose3d}[places]
+        self.first = conv(3, 4, 3, padding="same")
+        self.grouped = conv(4, 8, 3, stride=2, padding=1, groups=2)
+        self.depthwise = conv(8, 8, 4, padding=2, dilation=1, groups=8, bias=False)
+        self.spread = spread(8, 6, 3, stride=2, padding=1, output_padding=1, groups=2)
+        self.last = nn.LazyLinear(6)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = functional.gelu(self.grouped(functional.gelu(self.first(images))))
+        x = functional.gelu(self.spread(functional.gelu(self.depthwise(x))))
+        return functional.cross_entropy(self.last(x.flatten(1)), labels)
+
+
+@functools.cache
+def signal(places: int) -> Case:
+    torch.manual_seed(places)
+    model, size = Signal(places), (9, 6, 7)[:places]
+    model(torch.zeros(1, 3, *size), torch.zeros(1, dtype=torch.int64))
+    return split_case(model, *size, batch=6)
+
+
+def test_every_convolution_of_a_signal_has_a_rule() -> None:
+    for places in (1, 3):
+        kinds = [o.kind for o in signal(places).graph.operators if not o.is_source]
+        assert [each for each in kinds if "conv" in each] == [
+            *[f"conv{places}d"] * 3, f"conv_transpose{places}d"
+        ]  # fmt: skip
+        assert not [each for each in kinds if "generic" in each]
+
+
+_DIMS = {1: ("length",), 3: ("depth", "height", "width")}
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+@pytest.mark.parametrize(
+    ("places", "dim"),
+    [
+        (places, dim)
+        for places, image in _DIMS.items()
+        for dim in ("sample", "group", "in_channel", "out_channel", *image)
+    ],
+)
+def test_signals_train_like_torch_along_every_dim(places: int, dim: str, ways: int) -> None:
+    """Other operators are split likewise where they have such a dim."""
+    case = signal(places)
+    named = [dim, f"{dim}0", f"{dim}1"]
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        found = (Shard(each) for each in named if each in operator.sizes)
+        legal = (each for each in found if is_legal(operator, (each,), shape))
+        return Choice((next(legal, REPLICATE),))
+
+    plan = make_plan(case, choose, (ways,))
+    split = [name for name in case.graph.names if plan.choice(name).config != (REPLICATE,)]
+    convolutions = [each for each in split if "conv" in case.graph.operator(each).kind]
+    assert convolutions or (dim, ways) == ("group", 3)  # there are two of them
+    assert_equal_to_torch(case, plan)
+
+
+@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize("seed", seeds(range(12), 3))
+def test_random_plans_of_signals_equal_torch(places: int, seed: int) -> None:
+    assert_equal_to_torch(signal(places), random_plan(signal(places), seed))
 
 
 @pytest.mark.parametrize("model", MODELS)
