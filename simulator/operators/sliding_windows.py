@@ -64,7 +64,7 @@ def window_of(operator: Operator, loop: str) -> Window:
     """The window that slides along dim `loop` of the result of a convolution or a pooling."""
     place = window_place(operator, loop)
     given = operator.attributes
-    kernel = given.get("kernel") or shape_of(operator.weights[0].layout[2:], operator.sizes)
+    kernel = given.get("kernel") or kernel_sizes(operator)
     return Window(
         size=kernel[place],
         stride=given["stride"][place],
@@ -78,6 +78,12 @@ def window_place(operator: Operator, loop: str) -> int:
     """The place of a dim of the result among those that windows slide along, 0 for the first."""
     layout = operator.outputs[0].layout
     return layout.index((loop,)) - len(layout) + num_sliding(operator)
+
+
+def kernel_sizes(operator: Operator) -> tuple[int, ...]:
+    """The sizes of the windows of a convolution, whose weights are stored or computed."""
+    stored = (each.layout for each in (*operator.inputs[1:], *operator.weights))
+    return shape_of(next(stored)[-num_sliding(operator) :], operator.sizes)
 
 
 def num_sliding(operator: Operator) -> int:

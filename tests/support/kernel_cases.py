@@ -170,6 +170,34 @@ def conv1d_grouped() -> Case:
 
 
 @case
+def filter1d() -> Case:
+    b, x, w = builder()
+    sliding = Sliding((2,), (1,), (1,), groups=2)
+    made = b.convolution(x(2, 4, 9), x(6, 2, 3), w(6), sliding)
+    return Case(
+        operator_of(b, made),
+        lambda x, w, bias: _grouped(
+            functional.conv1d(x.flatten(1, 2), w.flatten(0, 1), bias, 2, 1, 1, 2), 2
+        ),
+    )
+
+
+@case
+def filter2d() -> Case:
+    b, x, _ = builder()
+    made = b.convolution(x(2, 4, 5, 6), x(3, 4, 3, 2), None, Sliding((1, 1), (1, 0), (1, 1)))
+    return Case(operator_of(b, made), lambda x, w: functional.conv2d(x, w, padding=(1, 0)))
+
+
+@case
+def filter3d() -> Case:
+    b, x, w = builder()
+    sliding = Sliding((1, 1, 1), (1, 1, 1), (1, 1, 1))
+    made = b.convolution(x(2, 3, 4, 3, 4), x(2, 3, 3, 3, 3), w(2), sliding)
+    return Case(operator_of(b, made), lambda x, w, bias: functional.conv3d(x, w, bias, padding=1))
+
+
+@case
 def conv3d() -> Case:
     b, x, w = builder()
     sliding = Sliding((1, 2, 1), (1, 0, 1), (1, 1, 1))

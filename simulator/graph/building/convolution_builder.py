@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from stratagem.simulator.graph.building.contraction_builder import ContractionBuilder, label
 from stratagem.simulator.graph.building.operator_drafts import (
+    DraftParameter,
     DraftTensor,
     Loop,
     OperatorDraft,
@@ -81,13 +82,16 @@ class ConvolutionBuilder(ContractionBuilder):
         """A convolution over as many dims as windows slide over: one, two or three.
 
         Groups are a dim of their own, in front of the channels of a group. A depthwise convolution
-        has only them.
+        has only them. A weight that is no parameter, such as one that is normalised, is read as
+        another input.
 
         Raises:
             ValueError: the channels do not fit, or the kernel is larger than the padded image.
         """
         x, places, groups = self._written(x), len(sliding.stride), sliding.groups
-        draft = self._draft(f"conv{places}d", name)
+        stored = isinstance(weight.node, DraftParameter)
+        weight = weight if stored else self._written(weight)
+        draft = self._draft(f"{'conv' if stored else 'filter'}{places}d", name)
         if weight.shape[1] * groups != x.shape[1] or weight.shape[0] % groups:
             raise ValueError(
                 f"{draft.where}: {x.shape[1]} input channels in {groups} groups do not fit a "
@@ -105,8 +109,9 @@ class ConvolutionBuilder(ContractionBuilder):
         kernel = self._kernel(draft, weight.shape[2:])
         images = self._image(draft, sizes, _HALO)
         draft.reads.append(self._bind(draft, _grouped(x, 1, groups), loops.read))
-        stored = [*loops.group, loops.out, loops.into, *kernel]
-        draft.weights.append(self._bind(draft, _grouped(weight, 0, groups), stored))
+        own = [*loops.group, loops.out, loops.into, *kernel]
+        read = self._bind(draft, _grouped(weight, 0, groups), own)
+        (draft.weights if stored else draft.reads).append(read)
         return self._convolved(draft, x, bias, sliding, loops, images)
 
     def conv_transpose(

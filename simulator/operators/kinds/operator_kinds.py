@@ -28,6 +28,9 @@ conv           x (sample, in_channel,       weight (in_channel,       (sample, o
 _transpose2d   in_height, in_width)         out_channel,              height, width); those and
                                             kernel_height,            `output_padding`; of one
                                             kernel_width); bias       and three dims likewise
+filter2d       x, and the weight of a       bias                      as conv2d; of one and three
+               conv2d, which the model                                dims likewise
+               computes
 embedding      ids (...)                    weight (vocabulary,       (..., hidden);
                                             hidden)                   [`padding`]
 layer_norm     x (..., normalised…)         weight, bias              like x; `eps`
@@ -112,6 +115,9 @@ KINDS: dict[str, OperatorKind] = {
         products.CONV_TRANSPOSE1D,
         products.CONV_TRANSPOSE2D,
         products.CONV_TRANSPOSE3D,
+        products.FILTER1D,
+        products.FILTER2D,
+        products.FILTER3D,
         vocabularies.EMBEDDING,
         norms.LAYER_NORM,
         norms.RMS_NORM,

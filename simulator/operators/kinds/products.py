@@ -20,6 +20,7 @@ from stratagem.simulator.operators.kinds.kind_record import (
 from stratagem.simulator.operators.kinds.traffic import EachTensorOnce, output_size
 from stratagem.simulator.operators.operator import DimKind, Operator, factors, shape_of
 from stratagem.simulator.operators.saved_tensors import SavedTensors
+from stratagem.simulator.operators.sliding_windows import kernel_sizes
 
 
 def contraction_flops(operator: Operator, sizes: Sizes) -> float:
@@ -110,9 +111,16 @@ def _made(operator: Operator) -> tuple[str, ...]:
     return factors(operator.outputs[0].layout)
 
 
+def of_filter(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
+    """Rows, columns and batch where the columns are dims of a computed weight."""
+    wide, made = set(factors(operator.inputs[1].layout)), _made(operator)
+    columns = math.prod(sizes[name] for name in made if name in wide)
+    return output_size(operator, sizes) // columns, columns, 1
+
+
 def _saves_multiplications(operator: Operator) -> bool:
     """Whether it is a 3 × 3 convolution of stride 1 (Winograd; Lavin and Gray 2016)."""
-    kernel = shape_of(operator.weights[0].layout, operator.sizes)[2:]
+    kernel = kernel_sizes(operator)
     steps = (*operator.attributes["stride"], *operator.attributes["dilation"])
     return kernel == (3, 3) and set(steps) == {1} and operator.attributes["groups"] == 1
 
@@ -207,3 +215,20 @@ CONV_TRANSPOSE2D = OperatorKind(
 CONV_TRANSPOSE1D, CONV_TRANSPOSE3D = (
     replace(CONV_TRANSPOSE2D, name=f"conv_transpose{places}d") for places in (1, 3)
 )
+
+FILTER2D = OperatorKind(
+    name="filter2d",
+    role=OperatorRole.CONVOLUTION,
+    flops=contraction_flops,
+    backward_flops=2.0,
+    product=MatrixProduct(
+        shape=of_filter, sums_bias=True, saves_multiplications=_saves_multiplications
+    ),
+    traffic=EachTensorOnce(),
+    saved=SavedTensors(inputs=(0, 1)),
+    weight_share=0.0,
+    inner=halos,
+    slides=True,
+)
+
+FILTER1D, FILTER3D = (replace(FILTER2D, name=f"filter{places}d") for places in (1, 3))

@@ -257,6 +257,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_sum": _linear_sum,
     "matmul": _matmul,
     **{f"conv{places}d": PreparedKernel(convolution) for places in (1, 2, 3)},
+    **{f"filter{places}d": PreparedKernel(convolution) for places in (1, 2, 3)},
     **{f"conv_transpose{places}d": PreparedKernel(transposed_convolution) for places in (1, 2, 3)},
     "embedding": PreparedKernel(_embedding),
     "layer_norm": PreparedKernel(layer_norm),

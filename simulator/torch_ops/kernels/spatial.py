@@ -26,12 +26,14 @@ def convolution(operator: Operator, shards: Shards) -> Run:
     whole, convolve = tuple(given["padding"]), _CONVOLUTIONS[places]
     cut = any(shards.split(operator, group) for group in operator.outputs[0].layout[-places:])
     groups, biased = _groups(operator, shards), _adds_bias(operator, shards)
+    stored = len(operator.inputs) == 1
 
     def run(inputs: Tensors, weights: Tensors) -> Tensor:
         x = _channels_merged(operator, inputs[0])
         x, padding = _with_halo(operator, shards, x, 0.0) if cut else (x, whole)
-        bias = weights[1] if biased else None
-        made = convolve(x, weights[0], bias, stride, padding, dilation, groups)
+        weight, *others = weights if stored else (_filters_merged(operator, inputs[1]), *weights)
+        bias = others[0] if biased else None
+        made = convolve(x, weight, bias, stride, padding, dilation, groups)
         return _channels_apart(operator, made, groups)
 
     return run
@@ -65,11 +67,16 @@ def _adds_bias(operator: Operator, shards: Shards) -> bool:
     channels = operator.inputs[0].layout[1 : -num_sliding(operator)]
     made = factors(operator.outputs[0].layout)
     summed = [name for name in factors(channels) if name not in made]
-    return len(operator.weights) > 1 and shards.first(summed)
+    stored = len(operator.weights) + len(operator.inputs)
+    return stored > 2 and shards.first(summed)
 
 
 def _channels_merged(operator: Operator, x: Tensor) -> Tensor:
     return x.flatten(1, 2) if operator.attributes["groups"] > 1 else x
+
+
+def _filters_merged(operator: Operator, weight: Tensor) -> Tensor:
+    return weight.flatten(0, 1) if operator.attributes["groups"] > 1 else weight
 
 
 def _channels_apart(operator: Operator, made: Tensor, groups: int) -> Tensor:
