@@ -13,6 +13,7 @@ from benchmarks.zoo.runner import Line
 
 _TITLES = {
     "texts": "Language models of transformers",
+    "families": "More families of transformers",
     "beyond_text": "Models of transformers that see or hear",
     "vision": "torchvision",
     "timm_models": "timm",

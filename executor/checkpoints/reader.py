@@ -8,8 +8,8 @@ are made whole, brought to the model's own form, and rewritten.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from stratagem.executor.resharding.seats import box_shape, cut, cut_part
 from stratagem.executor.state.batch_norm_counters import as_tensors
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
-from stratagem.simulator.kernel_times.training import AVERAGE
+from stratagem.simulator.kernel_times.training import AVERAGE, WHOLE_STATES
 from stratagem.simulator.sharding.tensor_parts import (
     Box,
     TensorPart,
@@ -130,13 +130,20 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
                 if not home.trained or home.stage not in program.ranks[comm.rank].stages:
                     continue
                 stored, mesh = home.stored, program.mesh(home.stage, device)
-                if kind not in program.plan.training.for_parameter(stored.parameter).states:
+                training = program.plan.training.for_parameter(stored.parameter)
+                shape = program.graph.parameter_index[stored.parameter].shape
+                if kind not in training.states_of(shape):
                     continue
                 part = part_of(stored.sizes, stored.placements, mesh, device)
                 if part is not None:
-                    read = checkpoint.part(kind, stored.parameter, stored.sizes, part)
-                    shaped = read.reshape(part_shape(stored.layout, part))
-                    states.setdefault(stored.parameter, {})[kind] = shaped.to(comm.device)
+                    read = (
+                        checkpoint.whole_state(kind, stored.parameter)
+                        if kind in WHOLE_STATES
+                        else checkpoint.part(kind, stored.parameter, stored.sizes, part).reshape(
+                            part_shape(stored.layout, part)
+                        )
+                    )
+                    states.setdefault(stored.parameter, {})[kind] = read.to(comm.device)
         for name, state in states.items():
             interpreter.optimizer.load(name, state, index.updates)
         if interpreter.scale is not None and index.scale is not None:
@@ -242,6 +249,17 @@ class Checkpoint:
             whole.device,
         ).clone()
 
+    def whole_state(self, kind: str, name: str) -> Tensor:
+        """What is kept of a whole parameter, in one file, in memory of its own.
+
+        Raises:
+            ValueError: when it cannot be read.
+        """
+        file = self.index.by_name[name].parts[0].file
+        with self._damage(file):
+            tensor: Tensor = self._opened(file).get_tensor(key_of(kind, name))
+            return tensor.clone()
+
     def whole(self, kind: str, saved: SavedTensor) -> Tensor:
         """All of a tensor as it was saved, in the shape of the parameter."""
         everything = TensorPart(tuple((0, size) for size in saved.sizes))
@@ -274,11 +292,8 @@ class Checkpoint:
 
     def _read(self, file: str, key: str, held: TensorPart, wanted: Box) -> Tensor:
         """The box `wanted` of what a file has of a tensor, which is the part `held`."""
-        try:
-            if file not in self._files:
-                opened = safe_open(self.folder / file, framework="pt")
-                self._files[file] = self._open.enter_context(opened)
-            saved = self._files[file]
+        with self._damage(file):
+            saved = self._opened(file)
             if held.span is not None:
                 return _read_range(saved.get_slice(key), held, wanted)
             if held.box == wanted:
@@ -290,6 +305,18 @@ class Checkpoint:
             )
             part: Tensor = saved.get_slice(key)[slices]
             return part
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._files:
+            opened = safe_open(self.folder / file, framework="pt")
+            self._files[file] = self._open.enter_context(opened)
+        return self._files[file]
+
+    @contextmanager
+    def _damage(self, file: str) -> Iterator[None]:
+        """Say which file it is that cannot be read."""
+        try:
+            yield
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"file {file} of checkpoint {self.folder} is damaged: {error}; resume from "

@@ -32,6 +32,7 @@ from stratagem.executor.checkpoints.index import (
     shard_name,
 )
 from stratagem.simulator.base.files import new_file_mode, sync
+from stratagem.simulator.kernel_times.training import WHOLE_STATES
 
 if TYPE_CHECKING:
     from stratagem.executor.interpreter.interpreter import Interpreter
@@ -147,7 +148,7 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
     updates = 0
     for home in program.homes:
         name = home.stored.parameter
-        for holder, part in first_holders(program, home):
+        for number, (holder, part) in enumerate(first_holders(program, home)):
             if holder != rank:
                 continue
             kept = {PARAMETER: interpreter.value(home.stored)}
@@ -155,7 +156,10 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
                 kept |= interpreter.optimizer.state(name)
                 updates = max(updates, interpreter.optimizer.updates(name))
             for kind, tensor in kept.items():
-                tensors[key_of(kind, name)] = tensor.reshape(part.shape).contiguous()
+                if kind not in WHOLE_STATES:
+                    tensors[key_of(kind, name)] = tensor.reshape(part.shape).contiguous()
+                elif number == 0:  # Every rank has all of it.
+                    tensors[key_of(kind, name)] = tensor.contiguous()
     return tensors, updates
 
 

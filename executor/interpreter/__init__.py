@@ -2,5 +2,5 @@
 
 In:      a program, a communicator, a batch.
 Out:     a step.
-Imports: state, resharding, program and below.
+Imports: optimizers, state, resharding, program and below.
 """

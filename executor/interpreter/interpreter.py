@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.operator_parts import OperatorParts
 from stratagem.executor.interpreter.transfer_actions import Ports
 from stratagem.executor.interpreter.untimed_actions import untimed
+from stratagem.executor.optimizers.make_optimizer import make_optimizer, muon_of
+from stratagem.executor.optimizers.measuring import Measuring, Placed
+from stratagem.executor.optimizers.muon import moved_by
 from stratagem.executor.program.instructions import (
     Backward,
     Bundle,
@@ -47,16 +51,13 @@ from stratagem.executor.state.gradient_lists import (
     handfuls,
     sum_of_squares,
 )
-from stratagem.executor.state.lamb import Lamb
 from stratagem.executor.state.loss_scale import LossScale
-from stratagem.executor.state.muon import moved_by
-from stratagem.executor.state.optimizers import make_optimizer, muon_of
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.kernel_times.training import AVERAGE
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
-from stratagem.simulator.operators.operator import factor_sizes
+from stratagem.simulator.operators.operator import factor_sizes, factors
 from stratagem.simulator.operators.step_programs import inputs_of
 from stratagem.simulator.sharding.tensor_parts import TensorPart
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
@@ -149,8 +150,17 @@ class Interpreter:
             self._keep(stored, self._start[stored.value].clone())
         training = self.program.plan.training
         self.optimizer = make_optimizer(training, self.comm.device)
+        if isinstance(self.optimizer, Measuring):
+            mine = (each for each in self.mine.stored if each in self._trained)
+            self.optimizer.learn({each.parameter: self._placed(each) for each in mine})
         trains = not self.program.graph.is_forward
         self.scale = LossScale() if training.scales_loss and trains else None
+
+    def _placed(self, stored: Stored) -> Placed:
+        """How this rank's part of a parameter lies in it."""
+        size_of = dict(zip(factors(stored.layout), stored.sizes, strict=True))
+        groups = tuple(tuple(size_of[name] for name in group) for group in stored.layout)
+        return Placed(groups, stored_part(stored, self._parts.seats[stored.stage]))
 
     def value(self, stored: Stored) -> Tensor:
         """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
@@ -384,31 +394,42 @@ class Interpreter:
         return run
 
     def _measure(self, instruction: Measure) -> Action:
-        """What adds up the squares of all parameters and of their updates."""
-        values, comm = self._memory.values, self.comm
-        row = {name: number for number, name in enumerate(instruction.names)}
+        """What brings together what ranks measure of their parts of all parameters."""
+        values, comm, number = self._memory.values, self.comm, instruction.number
         here, everyone = instruction.parameters, tuple(range(comm.world_size))
         named = [each.updated for each in here]
         counted = [
             each.counts and self._parts.seats[each.stage].is_first(each.placements)
             for each in here
         ]
+        shapes = self.program.graph.parameter_index
+        first = self.optimizer
+        assert isinstance(first, Measuring), "no other optimizer measures"
+        ends = [*accumulate(first.count(number, shapes[name].shape) for name in instruction.names)]
+        own = {
+            name: slice(begun, end)
+            for name, begun, end in zip(instruction.names, (0, *ends), ends, strict=False)
+        }
 
         def run() -> None:
-            rows = torch.zeros((len(row), 2), dtype=torch.float64, device=comm.device)
             optimizer = self.optimizer
-            assert isinstance(optimizer, Lamb), "only LAMB asks for norms"
+            assert isinstance(optimizer, Measuring), "no other optimizer measures"
+            row = torch.zeros(ends[-1], dtype=optimizer.dtype, device=comm.device)
             if not self._overflowed and named:
                 norm = None if instruction.norm is None else values[instruction.norm]
-                squares = [
-                    optimizer.measure(self._scaled(handful, norm))
+                found = [
+                    numbers
                     for handful in handfuls(self._changes(named))
+                    for numbers in optimizer.measure(number, self._scaled(handful, norm))
                 ]
-                for each, counts, square in zip(named, counted, torch.cat(squares), strict=True):
+                for each, counts, numbers in zip(named, counted, found, strict=True):
                     if counts:
-                        rows[row[each.parameter]] = square
-            whole = values[instruction.value] = comm.all_reduce(rows, everyone)
-            optimizer.squares = {each.parameter: whole[row[each.parameter]] for each in named}
+                        row[own[each.parameter]] = numbers
+            whole = comm.all_reduce(row, everyone, optimizer.reduction)
+            values[instruction.value] = whole
+            if not self._overflowed:
+                names = [each.parameter for each in named]
+                optimizer.take(number, {name: whole[own[name]] for name in names})
 
         return run
 

@@ -193,7 +193,9 @@ def _write(
     if training.measures_updates:
         names = tuple(each.name for each in context.graph.parameters if each.trainable)
         measured = [found for each in parameters for found in each.measured()]
-        body.append(Measure(tuple(measured), names, norm, "norms of updates"))
+        for number in range(training.rounds):
+            value = f"norms of updates{f' {number}' if number else ''}"
+            body.append(Measure(tuple(measured), names, norm, value, number))
     for each in parameters:
         each.update(norm)
     for each in parameters:

@@ -383,7 +383,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Measured:
-    """A parameter whose update needs norms: how it is updated, and how it lies in a stage.
+    """A parameter whose update needs numbers of all of it: how it is updated, and how it lies.
 
     What several ranks have counts once; what lies at two homes `counts` at the first.
     """
@@ -396,21 +396,31 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measure:
-    """The norms of all parameters and of what they would be updated by, which LAMB asks for.
+    """Numbers of whole parameters that an update asks for, such as LAMB's norms.
 
-    Every rank lets its optimizer see the gradients of what it has, with a `norm` as in `Update`,
-    and the ranks add up squares, a row for each of the model's `names`.
+    Every rank lets its optimizer measure what it has, with a `norm` as in `Update`, and the ranks
+    reduce that, for each of the model's `names`. Some optimizers do so in several rounds, of which
+    this is one, `number`.
     """
 
     parameters: tuple[Measured, ...]
     names: tuple[str, ...]
     norm: str | None
     value: str
+    number: int = 0
 
     kind = TaskKind.OTHER
-    task = "norms of updates"
     microbatch = -1
-    meetings = (Meeting(EVERYONE, 0, "norms of updates"),)
+
+    @property
+    def task(self) -> str:
+        """Name in the timeline."""
+        return self.value
+
+    @property
+    def meetings(self) -> tuple[Meeting, ...]:
+        """One of all ranks."""
+        return (Meeting(EVERYONE, 0, self.value),)
 
     def __str__(self) -> str:
         return self.task

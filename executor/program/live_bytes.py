@@ -96,7 +96,8 @@ class _Player:
                 shape = self.program.mesh(stored.stage).shape
                 training = self.program.plan.training.for_parameter(stored.parameter)
                 elements = local_elements(stored.sizes, stored.placements, shape)
-                total += elements * training.optimizer_bytes
+                whole = self.program.graph.parameter_index[stored.parameter].shape
+                total += training.state_bytes(elements, whole)
         return total
 
     # -- storages -------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Parameters and what optimizers keep of them, in parts.
+"""Parameters and their gradients, in parts.
 
 In:      whole tensors.
 Out:     parts, updated; whole tensors again.
-Imports: resharding, cuda, communication, program, the simulator.
+Imports: resharding, communication, program, the simulator.
 """

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
+from stratagem.executor.optimizers.fused_optimizers import FusedSGD
 from stratagem.executor.program.programs import LOSS
-from stratagem.executor.state.fused_optimizers import FusedSGD
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 
 FIRST_STEPS = 3

@@ -9,25 +9,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
 from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup, literally
+from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
 
 _READ: dict[str, dict[str, str]] = {
     "SGD": {"momentum": "momentum", "nesterov": "nesterov"},
     "Adam": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
     "AdamW": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
     "Muon": {"momentum": "momentum", "nesterov": "nesterov"},
+    "Adafactor": {},
+    "AdamW8bit": {"betas": "betas", "eps": "epsilon"},
 }
-"""Per class of `torch.optim` the settings that plans have, and what they call them."""
+"""Per class of `torch.optim`, or of torchao and bitsandbytes, the settings that plans have, and
+what they call them."""
 
-_CALLED = {"SGD": "sgd", "Adam": "adam", "AdamW": "adam", "Muon": "muon"}
+_CALLED = {
+    "SGD": "sgd",
+    "Adam": "adam",
+    "AdamW": "adam",
+    "Muon": "muon",
+    "Adafactor": "adafactor",
+    "AdamW8bit": "adam8bit",
+}
 """What plans call them."""
 
-_MISSING = {
-    "Adafactor": "its statistics are of whole rows and columns",
-    "Adam8bit": "its states are quantised in blocks of whole tensors",
-    "AdamW8bit": "its states are quantised in blocks of whole tensors",
-}
+_MISSING = {"Adam8bit": "it adds its decay to gradients, as torch.optim.Adam does"}
 """Optimizers that plans do not have, and why."""
 
 _OTHERS = {"dampening": 0, "maximize": False}
@@ -46,18 +54,23 @@ def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
         kind = type(each).__name__
         if kind in _MISSING:
             raise ValueError(
-                f"plans do not have {kind}: {_MISSING[kind]}, of which a rank may have a part; "
-                "take AdamW, Lion, LAMB or Muon"
+                f"plans do not have {kind}: {_MISSING[kind]}; take AdamW8bit, which takes it off "
+                "parameters"
             )
         if kind not in _READ:
             raise unknown("optimizer of torch", kind, tuple(_READ))
         first = each.param_groups[0]
         for group in each.param_groups:
             _check(kind, group, first)
-            groups.append({**group, "optimizer": _CALLED[kind]})
+            settings = {"optimizer": _CALLED[kind], "lr": float(group["lr"])}
+            groups.append({**group, **settings})
         own = {mine: first[theirs] for theirs, mine in _READ[kind].items()}
         if kind == "Muon":
             own["newton_schulz"] = _newton_schulz(first)
+        if kind == "Adafactor":
+            own["adafactor"] = _factored_squares(first)
+        if kind == "AdamW8bit":
+            own["blocks"] = _blocks(each)
         _join(fields, own, kind)
     rate = float(max(group["lr"] for group in groups))
     decay = float(groups[0]["weight_decay"])
@@ -89,6 +102,21 @@ def _newton_schulz(group: Mapping[str, Any]) -> NewtonSchulz:
     )
 
 
+def _factored_squares(group: Mapping[str, Any]) -> FactoredSquares:
+    least, scale = group["eps"]
+    return FactoredSquares(group["beta2_decay"], least, scale, group["d"])
+
+
+def _blocks(optimizer: Any) -> Blocks:
+    """The blocks of torchao's optimizers, which say their size, or of bitsandbytes', of 256."""
+    if getattr(optimizer, "bf16_stochastic_round", False):
+        raise ValueError(
+            "AdamW8bit rounds bfloat16 parameters at random, which no plan does; make "
+            "bf16_stochastic_round False: a plan in bfloat16 keeps float32 copies"
+        )
+    return Blocks(size=getattr(optimizer, "block_size", AS_TORCHAO.size))
+
+
 def _check(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     for name, needed in _OTHERS.items():
         if group.get(name, needed) != needed:
@@ -100,7 +128,10 @@ def _check(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> Non
             f"Adam has weight_decay={group['weight_decay']}, which it adds to gradients; plans "
             "take it off parameters, as AdamW does: make it 0, or take torch.optim.AdamW"
         )
-    for name in _READ[kind]:
+    if kind == "AdamW8bit" and group.get("amsgrad"):
+        raise ValueError("AdamW8bit has amsgrad=True, which no plan has in 8 bits; make it False")
+    alike = ("beta2_decay", "eps", "d") if kind == "Adafactor" else tuple(_READ[kind])
+    for name in alike:
         if group[name] != first[name]:
             raise ValueError(
                 f"groups of {kind} have {name}={first[name]!r} and {group[name]!r}; in a plan "

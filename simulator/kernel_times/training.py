@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -14,8 +16,11 @@ from stratagem.simulator.base.precision import (
     is_full,
     precision_named,
 )
+from stratagem.simulator.kernel_times.factored_squares import AS_TORCH as FACTORED_AS_TORCH
+from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
 from stratagem.simulator.kernel_times.newton_schulz import AS_TORCH, NewtonSchulz
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
+from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
 from stratagem.simulator.kernel_times.torch_optimizers import fields_of
 
 FLASH_VERSIONS = (1, 2, 3)
@@ -25,6 +30,8 @@ OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
     "lion": ("mean",),
     "lamb": ("mean", "square"),
     "muon": ("momentum",),
+    "adafactor": ("row", "column", "square"),
+    "adam8bit": ("mean", "square", "mean_scale", "square_scale"),
 }
 """What an optimizer keeps of each parameter, unless it is told to keep more."""
 
@@ -34,6 +41,12 @@ _OPTIONS = {
     "amsgrad": {"adam"},
 }
 """Settings that only some optimizers have."""
+
+WHOLE_STATES = ("row", "column", "mean_scale", "square_scale")
+"""What is kept of whole parameters by every rank that has a part; all else lies as that does."""
+
+_ROUNDS = {"lamb": 1, "adafactor": 2, "adam8bit": 1}
+"""How often ranks bring together what they measure of parameters before an update."""
 
 AVERAGE = "average"
 """The state of a parameter that is its average."""
@@ -51,7 +64,9 @@ class Training:
             `Precision`.
         optimizer: ``sgd``, ``adam``, ``lion`` (Chen et al. 2023, arXiv 2302.06675) or ``lamb``
             (You et al. 2020, arXiv 1904.00962), whose step of a parameter is as long as that is,
-            or ``muon`` (Jordan et al. 2024), which trains matrices; groups of others have another.
+            or ``muon`` (Jordan et al. 2024), which trains matrices; groups of others have another;
+            ``adafactor`` (Shazeer and Stern 2018) or ``adam8bit`` (Dettmers et al. 2022), AdamW
+            with means in 8 bits.
         learning_rate: of the optimizer, where no schedule of a run scales it.
         betas: decay of the means of the gradient and of its square that Adam and LAMB have; of
             Lion's mean as it is used and as it is kept.
@@ -60,6 +75,8 @@ class Training:
         momentum: of SGD and Muon: the share of the last step that is made again.
         nesterov: whether they look ahead along it (Sutskever et al. 2013).
         newton_schulz: how Muon orthogonalises.
+        adafactor: how Adafactor holds squares and how long its steps are.
+        blocks: which parameters have means in 8 bits, and in what blocks.
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
             itself by Adam (AdamW, Loshchilov and Hutter 2019) and Lion, part of the step of LAMB.
         groups: parameters with a rate or a decay of their own; the first that has a name counts.
@@ -129,6 +146,8 @@ class Training:
     momentum: float = 0.0
     nesterov: bool = False
     newton_schulz: NewtonSchulz = AS_TORCH
+    adafactor: FactoredSquares = FACTORED_AS_TORCH
+    blocks: Blocks = AS_TORCHAO
     average: str = ""
     average_decay: float = 0.999
     groups: tuple[ParameterGroup, ...] = ()
@@ -146,7 +165,8 @@ class Training:
             [(('bias',), 0.0)]
 
         Args:
-            optimizer: a `torch.optim.SGD`, `Adam`, `AdamW` or `Muon`, or several of them, of which
+            optimizer: a `torch.optim.SGD`, `Adam`, `AdamW`, `Adafactor` or `Muon`, or an
+                `AdamW8bit` of torchao or bitsandbytes, or several of them, of which
                 each has some of the parameters; nothing of them is changed.
             model: whose parameters it has, for their names; may be left out where the optimizer
                 was made of ``named_parameters()``.
@@ -195,10 +215,11 @@ class Training:
         for group in self.groups:
             if group.optimizer and group.optimizer not in OPTIMIZER_STATES:
                 raise unknown("optimizer", group.optimizer, tuple(OPTIMIZER_STATES))
-        if len(self.optimizers) > 1 and "lamb" in self.optimizers:
+        measuring = [each for each in self.optimizers if each in _ROUNDS]
+        if len(self.optimizers) > 1 and measuring:
             raise ValueError(
-                f"optimizers are {', '.join(self.optimizers)}; lamb takes norms of all parameters "
-                "and is not beside others: give groups no optimizer of their own"
+                f"optimizers are {', '.join(self.optimizers)}; {measuring[0]} takes norms of "
+                "all parameters and is not beside others: give groups no optimizer of their own"
             )
         for name, having in _OPTIONS.items():
             if getattr(self, name) and not having & set(self.optimizers):
@@ -300,10 +321,29 @@ class Training:
         )
         return (*OPTIMIZER_STATES[self.optimizer], *(name for name, kept in more if kept))
 
+    def states_of(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """What is kept of a parameter of a shape.
+
+        Example:
+            >>> Training(optimizer="adafactor").states_of((8, 8))
+            ('row', 'column')
+        """
+        left: tuple[str, ...] = ()
+        if self.optimizer == "adafactor":
+            left = ("square",) if len(shape) > 1 else ("row", "column")
+        if self.optimizer == "adam8bit" and not self.blocks.count(math.prod(shape)):
+            left = ("mean_scale", "square_scale")
+        return tuple(state for state in self.states if state not in left)
+
+    @property
+    def rounds(self) -> int:
+        """How often ranks bring together what they measure of parameters before an update."""
+        return _ROUNDS.get(self.optimizer, 0)
+
     @property
     def measures_updates(self) -> bool:
-        """Whether an update needs the norms of whole parameters, which ranks add up before it."""
-        return self.optimizer == "lamb"
+        """Whether an update needs numbers of whole parameters, which ranks bring together."""
+        return self.rounds > 0
 
     @property
     def goes_by_parameters(self) -> bool:
@@ -378,16 +418,43 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state per parameter: its means and, if needed, a master copy."""
+        """Bytes of optimizer state per parameter: its means and, if needed, a master copy.
+
+        Those of matrices where Adafactor holds them factored, and of large parameters where means
+        are in 8 bits; `state_bytes` says those of any parameter.
+        """
         state = DTYPE_BYTES[self.formats.states]
+        averages = state if self.average else 0
+        if self.optimizer == "adafactor":
+            return self.master_bytes + averages
+        if self.optimizer == "adam8bit":
+            return self.master_bytes + averages + 2
         return self.master_bytes + state * len(self.states)
+
+    def state_bytes(self, elements: int, shape: Sequence[int]) -> int:
+        """Bytes of what is kept of so many elements of a parameter of a shape.
+
+        Example:
+            >>> Training(optimizer="adafactor").state_bytes(50, (10, 10))
+            80
+        """
+        state, found = DTYPE_BYTES[self.formats.states], elements * self.optimizer_bytes
+        if self.optimizer == "adafactor":
+            matrix = len(shape) > 1
+            found += state * (self.adafactor.means(shape) if matrix else elements)
+        if self.optimizer == "adam8bit":
+            blocks = self.blocks.count(math.prod(shape))
+            found += 2 * DTYPE_BYTES["float32"] * blocks if blocks else (2 * state - 2) * elements
+        return found if elements else 0
 
     @property
     def update_bytes(self) -> int:
         """Bytes that an update reads and writes per parameter.
 
         Every state is read and written once, gradients are read, parameters written. LAMB reads
-        states and parameters once more, when it knows the norm of the step. Where the
+        states and parameters once more, when it knows the norm of the step; Adafactor reads
+        gradients in each of its rounds and parameters in the first, Adam in 8 bits its means and
+        gradients in its only one. Where the
         update is not fused, gradients are copied to float32 and read there, in float16 unscaled in
         place, clipped in place after a pass for their norm, and parameters copied from masters.
 
@@ -398,10 +465,14 @@ class Training:
             62
         """
         fused = 2 * self.optimizer_bytes + 3 * self.parameter_bytes
-        if self.measures_updates:
-            fused += 2 * DTYPE_BYTES[self.formats.states] + (
-                self.master_bytes or self.parameter_bytes
-            )
+        if self.optimizer == "adafactor":
+            fused += 2 * self.gradient_bytes
+        if self.optimizer == "adam8bit":
+            fused += 2 + self.gradient_bytes
+        if self.optimizer == "lamb":
+            fused += 2 * DTYPE_BYTES[self.formats.states]
+        if self.optimizer in ("lamb", "adafactor"):
+            fused += self.master_bytes or self.parameter_bytes
         if self.fused_update:
             return fused
         copied = 0 if is_full(self.formats.gradients) else 8  # Read, written, read by the update.

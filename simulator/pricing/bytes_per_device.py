@@ -123,7 +123,8 @@ def _state_bytes(
                 made += used
                 gathered += used - home if choice.zero == 3 else 0
                 scattered += used if choice.zero >= 2 and used > home else 0
-                optimizer += home * training.for_parameter(weight.parameter).optimizer_bytes
+                own = training.for_parameter(weight.parameter)
+                optimizer += own.state_bytes(home, shape_of(weight.layout, operator.sizes))
             case ParameterUse.TIED_HERE:
                 pass
     each, grad = training.parameter_bytes, training.gradient_bytes

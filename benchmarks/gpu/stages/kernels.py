@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.setting import Case, Figures, Setting
 from benchmarks.gpu.worlds import kernels, seconds_of
 from stratagem.executor.cuda.dropout_words import DeviceWords
-from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
+from stratagem.executor.optimizers.make_optimizer import make_optimizer
+from stratagem.executor.optimizers.muon import Muon
 from stratagem.executor.program.instructions import Backward, Forward, Update
 from stratagem.executor.program.programs import Program
 from stratagem.executor.running.execute import prepare
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.executor.state.muon import Muon
-from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.profiler.cache.timing_keys import Measurement, summarise
 from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
@@ -49,9 +50,12 @@ def executor_update(
     """An update of one flat parameter as the executor makes it, for `profiler.profile_updates`.
 
     Below float32 it is that of a float32 parameter, which a copy in the precision follows. Muon's
-    products are left out, which are priced by the shape of each matrix.
+    products are left out, which are priced by the shape of each matrix. Adafactor has a matrix.
     """
-    parameter = torch.randn(num_parameters, device=device)
+    columns = math.gcd(num_parameters, 1024)
+    matrix = (num_parameters // columns, columns)
+    shape = matrix if training.optimizer == "adafactor" else (num_parameters,)
+    parameter = torch.randn(shape, device=device)
     copy = parameter.to(getattr(torch, training.formats.storage))
     gradient = torch.randn_like(copy)
     update = make_optimizer(training, device)

@@ -58,24 +58,34 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
             "Recomputing is written in code (deepspeed.checkpointing.checkpoint), not in the JSON "
             "file."
         )
+    if found.plan.training.optimizer not in _OPTIMIZERS:
+        missing.append(
+            f"The JSON file knows no optimizer {found.plan.training.optimizer!r}: give one to "
+            "deepspeed.initialize(optimizer=…)."
+        )
     text = json.dumps(_config(found, graph), indent=2) + "\n"
     return ExportDraft(text, found.plan, tuple(missing), comment="")
 
 
+_OPTIMIZERS = {"adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "Lamb", "muon": "Muon"}
+"""What the JSON file calls optimizers."""
+
+
 def _config(found: Uniform, graph: OperatorGraph) -> dict[str, Any]:
     setup, training = found.setup, found.plan.training
-    kinds = {"adam": "Adam", "sgd": "SGD", "lion": "Lion", "lamb": "Lamb", "muon": "Muon"}
     config: dict[str, Any] = {
         "train_batch_size": graph.batch,
         "train_micro_batch_size_per_gpu": setup.microbatch,
         "gradient_accumulation_steps": found.plan.num_microbatches,
         "optimizer": {
-            "type": kinds[training.optimizer],
+            "type": _OPTIMIZERS.get(training.optimizer, ""),
             "params": {"lr": training.learning_rate},
         },
         "zero_optimization": _zero(found),
         "data_types": {"grad_accum_dtype": DTYPES[training.formats.gradients]},
     }
+    if training.optimizer not in _OPTIMIZERS:
+        del config["optimizer"]
     if training.formats.master:
         config[DTYPES[training.formats.storage]] = {"enabled": True}
     if setup.tensor > 1:

@@ -17,11 +17,11 @@ from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.cuda.streams import CudaStreams
 from stratagem.executor.cuda.torch_memory_for_cupy import use_torch_memory
 from stratagem.executor.interpreter.interpreter import Interpreter
+from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.launch import run_ranks
-from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place

@@ -13,8 +13,8 @@ from torch import Tensor
 from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE, TYPE_CODES
 from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.cuda.dropout_words import DeviceWords
-from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.optimizers import make_optimizer
+from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 from tests.support.cuda.host_kernels import host_kernels, start_on_host
@@ -87,7 +87,7 @@ def test_fused_optimizers_are_those_of_torch(
     optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernels on the host: arguments, rates that change, copies, states to go on from."""
-    monkeypatch.setattr("stratagem.executor.state.fused_optimizers.start", start_on_host)
+    monkeypatch.setattr("stratagem.executor.optimizers.fused_optimizers.start", start_on_host)
     training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
     theirs = make_optimizer(training)
     ours: FusedSGD = FusedAdam(training) if optimizer == "adam" else FusedSGD(training)

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from examples.models import MLP
 from stratagem.executor import execute, model_state
 from stratagem.executor.backends.threads import LocalCommunicator, run_local
+from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.running.execute import check_world, prepare
 from stratagem.executor.running.named_functions import make_data, make_rate
-from stratagem.executor.state.optimizers import make_optimizer
 from stratagem.executor.training.batches import Batches, first_batch, units_of
 from stratagem.executor.training.learning_rates import RateSchedule
 from stratagem.executor.training.training_loop import RunOptions, check_equal

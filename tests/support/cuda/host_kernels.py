@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
 from stratagem.executor.cuda.dropout_words import DeviceWords
-from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.simulator.kernel_times.training import Training
 
 OPTIONS = ("-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared")
@@ -71,7 +71,7 @@ def kernels_on_the_host(start: Callable[..., None] = start_on_host) -> Iterator[
     replaced = {
         "executor.interpreter.interpreter.make_optimizer": optimizer,
         "executor.interpreter.interpreter.words_on": DeviceWords,
-        "executor.state.fused_optimizers.start": start,
+        "executor.optimizers.fused_optimizers.start": start,
         "executor.cuda.dropout_words.start": start,
     }
     with ExitStack() as stack:

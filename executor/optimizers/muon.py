@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stratagem.executor.optimizers.stepping import Alike, Stepping, cast, in_one_piece
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.executor.state.stepping import Alike, Stepping, cast, in_one_piece
 from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cupy_kernels import has_cupy
-from stratagem.executor.state.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.optimizers.adafactor import Adafactor
+from stratagem.executor.optimizers.eight_bit_adam import EightBitAdam
+from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.optimizers.lamb import Lamb
+from stratagem.executor.optimizers.muon import Muon
+from stratagem.executor.optimizers.stepping import Alike, Stepping
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.executor.state.lamb import Lamb
-from stratagem.executor.state.muon import Muon
-from stratagem.executor.state.stepping import Alike, Stepping
 from stratagem.simulator.kernel_times.training import Training
 
 
@@ -38,8 +40,8 @@ class Optimizer(Protocol):
         """Make several changes, with as few kernels as can be."""
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """What is remembered of a parameter: tensors of its shape, by name; empty before it is
-        updated for the first time.
+        """What is remembered of a parameter, by name: tensors of the shape of its part, or what
+        `WHOLE_STATES` names, of all of it; empty before it is updated for the first time.
         """
 
     def updates(self, name: str) -> int:
@@ -71,7 +73,15 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
         if training.optimizer == "sgd":
             return FusedSGD(training)
     kinds: Mapping[str, Callable[[Training], Stepping]]
-    kinds = {"sgd": _SGD, "adam": _Adam, "lion": _Lion, "lamb": Lamb, "muon": Muon}
+    kinds = {
+        "sgd": _SGD,
+        "adam": _Adam,
+        "lion": _Lion,
+        "lamb": Lamb,
+        "muon": Muon,
+        "adafactor": Adafactor,
+        "adam8bit": EightBitAdam,
+    }
     return kinds[training.optimizer](training)
 
 

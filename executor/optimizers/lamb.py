@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from stratagem.executor.optimizers.measuring import Measuring
+from stratagem.executor.optimizers.stepping import Alike, in_one_piece
 from stratagem.executor.state.gradient_lists import GradientChange, by_dtype
-from stratagem.executor.state.stepping import Alike, Stepping, in_one_piece
 from stratagem.simulator.kernel_times.training import Training
 
 
-class Lamb(Stepping):
+class Lamb(Measuring):
     """You et al. 2020, algorithm 2: p −= rate · ‖p‖ / ‖u‖ · u, u = m̂ / (√v̂ + ε) + decay · p.
 
     m̂ and v̂ are Adam's means without their bias. Where a norm is 0 the step is rate · u. Norms are
-    those of whole parameters, of which a rank may have a part: `measure` says what its part adds
-    to them, and is to be called before every `all_of`, which finds the whole ones in `squares`.
+    those of whole parameters, of which a rank may have a part: its part adds to their squares.
 
     Attributes:
         squares: by parameter the sum of squares of its elements, and of those of u.
@@ -27,17 +27,17 @@ class Lamb(Stepping):
         super().__init__(training)
         self.squares: dict[str, Tensor] = {}
 
-    def __call__(
-        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
-    ) -> None:
-        """See `Optimizer.__call__`: of a parameter of which all is here."""
-        change = GradientChange(name, parameter, gradient, copy)
-        self.squares = {name: self.measure([change])[0]}
-        self.all_of([change])
+    def count(self, number: int, shape: Sequence[int]) -> int:
+        """See `Measuring.count`: the squares of a parameter and of u."""
+        return 2
 
-    def measure(self, changes: Sequence[GradientChange]) -> Tensor:
-        """Let the means see the gradients; what each part adds to the squares, as rows of two."""
-        super()._count(changes)
+    def take(self, number: int, found: Mapping[str, Tensor]) -> None:
+        """See `Measuring.take`."""
+        self.squares = dict(found)
+
+    def measure(self, number: int, changes: Sequence[GradientChange]) -> list[Tensor]:
+        """See `Measuring.measure`: let the means see the gradients, and look ahead."""
+        self._begin(changes)
         found: dict[str, Tensor] = {}
         first, second = self.training.betas
         for each in by_dtype(changes):
@@ -52,10 +52,7 @@ class Lamb(Stepping):
                 )
                 for name, *both in zip(alike.names, *norms, strict=True):
                     found[name] = torch.stack(both).double().square()
-        return torch.stack([found[change.name] for change in changes])
-
-    def _count(self, changes: Sequence[GradientChange]) -> None:
-        """They were counted when they were measured."""
+        return [found[change.name] for change in changes]
 
     def _step(self, alike: Alike) -> None:
         ahead = self._ahead(alike)

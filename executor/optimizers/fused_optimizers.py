@@ -18,7 +18,7 @@ from stratagem.simulator.kernel_times.training import Training
 
 
 class FusedSGD:
-    """p −= rate · (g + decay · p), see `stratagem.executor.state.optimizers`."""
+    """p −= rate · (g + decay · p), see `stratagem.executor.optimizers.make_optimizer`."""
 
     def __init__(self, training: Training) -> None:
         self._decay = np.float64(training.weight_decay)
@@ -75,7 +75,7 @@ class FusedSGD:
 
 
 class FusedAdam(FusedSGD):
-    """Adam with the weight decay of AdamW, see `stratagem.executor.state.optimizers`."""
+    """Adam with the weight decay of AdamW, see `stratagem.executor.optimizers.make_optimizer`."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)

@@ -65,7 +65,7 @@ class Stepping(ABC):
 
     def _average(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Average the new parameters with those of the steps before: the first ones are alone."""
-        averages = self.kept(names, parameters)[-1]
+        averages = self.averages(names, parameters)
         if self.training.average == "equal":
             shares = [1 / self._updates[name] for name in names]
         else:
@@ -74,6 +74,10 @@ class Stepping(ABC):
         apart = torch._foreach_sub(list(parameters), averages)
         torch._foreach_mul_(apart, shares)
         torch._foreach_add_(averages, apart)
+
+    def averages(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The averages of parameters, where they are kept."""
+        return self.kept(names, parameters)[-1]
 
     def _by_settings(
         self, changes: Sequence[GradientChange], parameters: Sequence[Tensor]
