@@ -75,7 +75,7 @@ PrecisionName = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        help="adam, adam8bit, adafactor, sgd, lion, lamb or muon; left out, that of a plan given, else adam",
+        help="adam, adam8bit, adafactor, sgd, lion, lamb or muon; else that of a plan, or adam",
         autocompletion=among(tuple(OPTIMIZER_STATES)),
     ),
 ]
