@@ -41,6 +41,7 @@ from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.capture.exporting import named_results
+from stratagem.simulator.torch_ops.kernels.norms import one_sample_in_order
 
 NEGLIGIBLE = 1e-5
 """Share of the largest gradient below which a gradient counts as rounding error of 0."""
@@ -234,7 +235,12 @@ def statistics_apart(parts: int, devices: int = 1) -> Iterator[list[int]]:
             for device in range(devices):
                 first, last = shard_bounds(len(part), [devices], [device])
                 own = part[first:last]
-                made.append(original(own, None, None, weight, bias, True, momentum, eps))
+                own = one_sample_in_order(own)
+                made.append(
+                    one_sample_in_order(
+                        original(own, None, None, weight, bias, True, momentum, eps)
+                    )
+                )
                 if device == 0 and running_mean is not None:
                     kept = own.detach(), running_mean, running_var, None, None, True, momentum
                     count.append(partial(original, *kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,11 +77,33 @@ def batch_norm(operator: Operator, shards: Shards) -> Run:
         weight, bias, mean, variance = weights
         if weight.dtype != mean.dtype:
             weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
-        return functional.batch_norm(
-            inputs[0], mean, variance, weight, bias, training, momentum, eps
-        )
+        x = one_sample_in_order(inputs[0])
+        made = functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+        return one_sample_in_order(made)
 
     return run
+
+
+def one_sample_in_order(x: Tensor) -> Tensor:
+    """The same, of which a single sample, and its gradient, lie in memory as they are counted.
+
+    On CPUs torch's backward of a batch norm goes by strides, and takes those of one sample whose
+    channels lie innermost for others where that of the samples, which counts for nothing, is odd.
+    """
+    if len(x) > 1 or x.device.type != "cpu":
+        return x
+    ordered: Tensor = _InOrder.apply(x)
+    return ordered
+
+
+class _InOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x) if x.is_contiguous() else x.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
 
 
 def _batch_norm_together(

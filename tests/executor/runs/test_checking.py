@@ -219,6 +219,52 @@ def test_parts_of_a_batch_norm_are_what_torch_makes_of_each() -> None:
     assert functional.batch_norm.__name__ == "batch_norm"
 
 
+class ChannelsInside(nn.Module):
+    """A batch norm of an image whose gradient comes with its channels innermost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 5, 1), nn.BatchNorm2d(5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.head(torch.tanh(self.norm(self.conv(images)).flatten(2).transpose(1, 2)))
+        return functional.cross_entropy(x.mean(1), labels)
+
+
+@pytest.mark.parametrize("order", [(5, 1, 15, 5), (1, 1, 15, 5)])
+def test_one_sample_is_normalised_whatever_the_strides_of_its_gradient(
+    order: tuple[int, ...],
+) -> None:
+    """torch went by strides that count for nothing, and made gradients as large as all else.
+
+    An EfficientFormer in microbatches of one image was trained right, and what it was compared
+    with was not.
+    """
+    x, gradient = (torch.empty_strided((1, 5, 3, 3), order).normal_() for _ in range(2))
+    x.requires_grad_()
+    with statistics_apart(1):
+        made = functional.batch_norm(x, None, None, training=True)
+    apart = x - x.mean((0, 2, 3), keepdim=True)
+    truth = apart / (apart.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
+    found, expected = (torch.autograd.grad(each, x, gradient)[0] for each in (made, truth))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_microbatches_of_one_image_are_compared_with_the_truth() -> None:
+    given = {"images": torch.randn(4, 3, 3, 3), "labels": torch.tensor([0, 1, 1, 0])}
+    model = ChannelsInside()
+    case = Case(model, given, capture(model, (), given))
+    plan = plan_of(case, parts=4, ways=1)
+    result = execute(plan, case.graph, model_state(model), given, gradients=True)
+    assert result.gradients is not None
+    for i in range(4):
+        (model(given["images"][i : i + 1], given["labels"][i : i + 1]) / 4).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result.gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    assert verdict_of(case, parts=4, ways=1).agrees
+
+
 class Twice(nn.Module):
     """One batch norm that normalises what two layers make."""
 
