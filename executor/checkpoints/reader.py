@@ -41,6 +41,7 @@ from stratagem.simulator.sharding.tensor_parts import (
     intersection,
     part_of,
 )
+from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs
 
 if TYPE_CHECKING:
     from stratagem.executor.communication.communicator import Communicator
@@ -90,7 +91,8 @@ def load_checkpoint(
 
 
 def _put(state: Mapping[str, Tensor], model: nn.Module, path: str | Path) -> None:
-    theirs = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    theirs = {name: as_pairs(tensor.detach()) for name, tensor in named.items()}
     for name, tensor in state.items():
         given = theirs.get(name)
         if given is None or given.shape != tensor.shape:

@@ -14,7 +14,7 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.tensor_parts import TensorPart, part_at
-from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
+from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs, torch_dtype
 
 
 def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
@@ -87,11 +87,12 @@ def collect(
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of a model by name, also buffers that `state_dict` leaves out.
 
-    They are on the CPU, wherever the model is: each rank takes its part to its own device.
+    They are on the CPU, wherever the model is: each rank takes its part to its own device. Complex
+    numbers are pairs of real ones, as `torch.view_as_real` shows them.
 
     Example:
         >>> sorted(model_state(nn.Linear(2, 1)))
         ['bias', 'weight']
     """
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    return {name: tensor.detach().cpu() for name, tensor in named.items()}
+    return {name: as_pairs(tensor.detach().cpu()) for name, tensor in named.items()}

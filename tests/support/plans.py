@@ -37,6 +37,7 @@ from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.pieces_and_fusion import check_pieces
 from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs
 
 TOLERANCE = 1e-5
 Chooser = Callable[[Operator, tuple[int, ...]], Choice]
@@ -419,7 +420,7 @@ def _run_again(
 def _assert_equal_buffers(result: ExecutionResult, model: nn.Module, tolerance: float) -> None:
     for name, buffer in model.named_buffers():
         if name in result.parameters:
-            assert relative_error(result.parameters[name], buffer) < tolerance, name
+            assert relative_error(result.parameters[name], as_pairs(buffer)) < tolerance, name
 
 
 def assert_same_gradients(

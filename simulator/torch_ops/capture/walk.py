@@ -54,7 +54,9 @@ from stratagem.simulator.torch_ops.capture.nodes import (
     source_line,
     unexpected,
 )
+from stratagem.simulator.torch_ops.capture.real_views import store_pairs
 from stratagem.simulator.torch_ops.generic.programs import Program, UnspeakableError
+from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs
 
 _NO_GRADIENT = "wrap_with_set_grad_enabled"
 _WRAPPERS = (_NO_GRADIENT, "wrap_with_autocast")
@@ -101,6 +103,7 @@ class Walker:
         """
         self._counters = check_state(self._exported, self._model, self._prefix)
         try:
+            store_pairs(self._exported)
             write_functionally(self._exported.graph_module, self._counters)
             divide_sums(self._exported.graph_module)
         except WriteError as error:
@@ -143,6 +146,7 @@ class Walker:
         name = str(spec.target).removeprefix(self._prefix)
         constant = self._exported.constants.get(str(spec.target))
         if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constant, torch.Tensor):
+            constant = as_pairs(constant)
             if constant.is_meta:
                 constant = self._without_numbers(constant, node)
             self._constants[node.name] = constant

@@ -15,6 +15,9 @@ from stratagem.simulator.torch_ops.generic.calls import GETITEM, NAMED, Call
 _TOLD_SHAPE = ("size", "shape")
 """Arguments that say the shape of the result, which is another on shards."""
 
+_VIEWS = ("aten::view", "aten::reshape", "aten::_unsafe_view")
+"""What may leave one of the sizes that it is told to be found."""
+
 _RATES = ("p", "dropout", "dropout_p")
 """Arguments that say how much is dropped."""
 
@@ -47,7 +50,8 @@ def program_of(
         node: a call of an operator.
         values: of the nodes before it: tensors, or programs that no operator was made of.
         written: arguments that it writes to, of which it is given copies.
-        shape: of its result.
+        shape: of its result, where that is the operator's; empty within a program, whose calls are
+            told sizes as they are, a view all but the first.
 
     Raises:
         UnspeakableError: it is no operator with a schema, draws random numbers, or has an argument
@@ -66,11 +70,21 @@ def program_of(
     writer = _Writer(values, set(written), list(shape))
     schema = target._schema.arguments
     named = dict(zip((each.name for each in schema), node.args, strict=False))
+    if not shape and target._schema.name in _VIEWS:
+        named = {
+            key: _but_first(each) if key in _TOLD_SHAPE else each for key, each in named.items()
+        }
     arguments = [writer.argument(each, key) for key, each in named.items()]
     keywords = {key: writer.argument(each, key) for key, each in node.kwargs.items()}
     overload = target._schema.overload_name or "default"
     writer.calls.append([f"{target._schema.name}.{overload}", arguments, keywords])
     return Program(tuple(writer.calls), tuple(writer.operands))
+
+
+def _but_first(sizes: Any) -> Any:
+    """Sizes of which the first is found from the others, as samples are fewer on a shard."""
+    known = all(isinstance(each, int) and each > 0 for each in sizes)
+    return [-1, *sizes[1:]] if known and sizes else sizes
 
 
 def _drops_nothing(node: Node) -> bool:

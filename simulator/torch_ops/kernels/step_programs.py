@@ -25,6 +25,16 @@ from stratagem.simulator.torch_ops.kernels.shards import Run, Shards, Tensors, a
 Function = Callable[..., Any]
 
 
+def as_pairs(tensor: Tensor) -> Tensor:
+    """A tensor as plans store it: pairs of real numbers where it has complex ones.
+
+    Example:
+        >>> as_pairs(torch.ones(3, dtype=torch.complex64)).shape
+        torch.Size([3, 2])
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype called `name`, such as ``"bfloat16"``."""
     dtype = getattr(torch, name)

@@ -232,3 +232,45 @@ def test_what_nobody_expected_is_said_with_the_line() -> None:
 def test_a_graph_file_names_no_function_but_those_of_tensors(name: str) -> None:
     with pytest.raises(ValueError, match=r"no tensors of tensors|does not know"):
         function_of(name)
+
+
+class Turned(nn.Module):
+    """Rotary embeddings by complex numbers, which it holds in a buffer or as an attribute."""
+
+    turns: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(6, 16), nn.Linear(16, 3), how
+        angles = torch.outer(torch.arange(9.0), 1 / 10 ** (torch.arange(0, 4, 2) / 4))
+        turns = torch.polar(torch.ones_like(angles), angles)
+        if how == "buffer":
+            self.register_buffer("turns", turns)
+        else:
+            self.turns = turns
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q = self.up(x).view(*x.shape[:2], 4, 4)
+        pairs = torch.view_as_complex(q.reshape(*q.shape[:-1], 2, 2))
+        turned = torch.view_as_real(pairs * self.turns[: x.shape[1]].view(1, x.shape[1], 1, 2))
+        if self.how == "conjugate":
+            back = pairs.reshape(*x.shape[:2], 8) * self.turns[1 : x.shape[1] + 1].conj()[..., :1]
+            turned = turned + torch.view_as_real(back).view(turned.shape)
+        return functional.mse_loss(self.down(turned.flatten(2).tanh()), y)
+
+
+@pytest.mark.parametrize("how", ["buffer", "attribute", "conjugate"])
+def test_complex_numbers_that_a_model_holds_are_pairs_of_real_ones(how: str) -> None:
+    """A view amid a program was told the shape of the program's result, and nothing was split."""
+    torch.manual_seed(0)
+    case = make_case(Turned(how), x=torch.randn(4, 5, 6), y=torch.randn(4, 5, 3))
+    free = {dim.name for each in generics(case.graph) for dim in each.dims if not dim.whole}
+    assert "sample" in free
+    for ways in (2, 3):
+        assert_equal_to_torch(case, make_plan(case, drawing(ways), (ways,)))
+    samples = sharding(DimKind.SAMPLE.value)
+    assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
+    by_head = [
+        each for each in generics(case.graph) if len([d for d in each.dims if not d.whole]) > 1
+    ]
+    assert by_head or how == "conjugate"
