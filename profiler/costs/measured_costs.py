@@ -38,6 +38,7 @@ from stratagem.simulator.kernel_times.cost_model import (
 )
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.experts import LOADS, filled_share
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.provenance import Environment
@@ -66,6 +67,10 @@ class Timings(Protocol):
     def entries(self) -> list[TimingEntry]:
         """All of them."""
         ...
+
+
+def _alike(operator: Operator) -> dict[str, Any]:
+    return {key: value for key, value in operator.attributes.items() if key != LOADS}
 
 
 class MeasuredCosts(SavedValue):
@@ -162,6 +167,12 @@ class MeasuredCosts(SavedValue):
         environment = self._environments.get(device.name)
         if environment is None:
             return self._fallback.operator_cost(operator, sizes, direction, training, device)
+        if LOADS in operator.attributes:
+            # Mixtures are timed with experts that are chosen alike.
+            alike = replace(operator, attributes=_alike(operator))
+            cost = self.operator_cost(alike, sizes, direction, training, device)
+            share = filled_share(operator, sizes) / filled_share(alike, sizes)
+            return replace(cost, seconds=cost.seconds * share)
         local = local_operator(operator, sizes)
         key = TimingKey(environment, local, training.formats.kernels, direction)
         measured = self._measured.get(key.digest)

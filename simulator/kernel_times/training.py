@@ -91,6 +91,9 @@ class Training:
             ``equal`` over all steps (Izmailov et al. 2018), ``exponential`` with `average_decay`
             (Polyak and Juditsky 1992); empty: none. The first step sets it, and a step that is
             left out in float16 does not count. It lies as the states of the optimizer do.
+        expert_loads: the share of choices that each expert of a mixture gets, in their order, of
+            all mixtures; empty: all alike. It counts in predicted time alone: of a mixture slots
+            are computed up to the last one that a token is in, of any expert.
         average_decay: the share that an exponential average keeps of itself at a step.
         gradient_precision: in which gradients are added up and reduced, instead of what
             `precision` says; empty: as that says. Megatron-LM adds bfloat16 gradients up in
@@ -151,6 +154,7 @@ class Training:
     average: str = ""
     average_decay: float = 0.999
     groups: tuple[ParameterGroup, ...] = ()
+    expert_loads: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, optimizer: Any, model: Any = None, **other: Any) -> Training:
@@ -208,6 +212,11 @@ class Training:
         for name in ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.expert_loads and (min(self.expert_loads) < 0 or not sum(self.expert_loads) > 0):
+            raise ValueError(
+                f"expert_loads are {self.expert_loads}; each must be 0 or more, and their sum "
+                "above 0"
+            )
         self._check_options()
 
     def _check_options(self) -> None:

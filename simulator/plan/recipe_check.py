@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.experts import with_loads
 
 
 def check_recipe(training: Training, graph: OperatorGraph) -> None:
-    """Refuse parameters that their optimizer cannot train.
+    """Refuse parameters that their optimizer cannot train, and loads of other experts.
 
     Args:
         training: of a plan.
         graph: that it is for.
 
     Raises:
-        ValueError: names a parameter of Muon that is no matrix.
+        ValueError: names a parameter of Muon that is no matrix, or a mixture of as many experts as
+            there are no loads of.
     """
+    for operator in graph.operators:
+        with_loads(operator, training.expert_loads)
     if "muon" not in training.optimizers:
         return
     for each in graph.parameters:

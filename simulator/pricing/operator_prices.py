@@ -30,6 +30,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel, Direction, ti
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
+from stratagem.simulator.operators.kinds.experts import with_loads
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes, shape_of
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
@@ -263,6 +264,7 @@ class OperatorPricer:
     ) -> tuple[float, float, str]:
         """The cost on the slowest of the stage's device types: all devices wait for it."""
         types = tuple(device.name for device in self.devices)
+        operator = with_loads(operator, self.training.expert_loads)
         kind = self.number(operator.signature)
         key = kind, tuple(sizes.values()), direction is Direction.FORWARD, types
         if key not in self.known:

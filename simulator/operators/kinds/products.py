@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from statistics import NormalDist
 
 from stratagem.simulator.operators.inner_collectives import halos
+from stratagem.simulator.operators.kinds.experts import filled_share
 from stratagem.simulator.operators.kinds.kind_record import (
     Linearity,
     MatrixProduct,
@@ -51,31 +51,12 @@ def of_experts(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:
     experts = sizes[operator.weights[0].layout[0][0]]
     (columns,) = shape_of(operator.outputs[0].layout[-1:], sizes)
     rows = output_size(operator, sizes) // (columns * experts)
-    return max(1, round(rows * _filled(operator, sizes))), columns, experts
+    return max(1, round(rows * filled_share(operator, sizes))), columns, experts
 
 
 def expert_flops(operator: Operator, sizes: Sizes) -> float:
     """Those of a linear layer over the slots that are filled."""
-    return contraction_flops(operator, sizes) * _filled(operator, sizes)
-
-
-def _filled(operator: Operator, sizes: Sizes) -> float:
-    """The share of slots that are computed: up to the last one that a token is in, of any expert.
-
-    Where it reads gates, a token takes a slot of an expert with the probability top_k / experts,
-    so that the slots of one that a group fills are binomial. The largest of n such numbers is
-    expected to be that of n normal ones, Φ⁻¹((n − ⅜) / (n + ¼)) deviations above the mean (Blom
-    1958, Statistical Estimates and Transformed Beta-Variables).
-    """
-    if len(operator.inputs) < 2:
-        return 1.0
-    tokens, experts = shape_of(operator.inputs[1].layout[-2:], sizes)
-    slots, columns = shape_of(operator.outputs[0].layout[-2:], sizes)
-    share = int(operator.attributes["top_k"]) / experts
-    count = max(1, output_size(operator, sizes) // max(1, slots * columns))
-    above = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-    apart = above * math.sqrt(share * (1 - share) * tokens)
-    return min(1.0, (share * tokens + apart) / max(1, slots))
+    return contraction_flops(operator, sizes) * filled_share(operator, sizes)
 
 
 def of_weight(operator: Operator, sizes: Sizes) -> tuple[int, int, int]:

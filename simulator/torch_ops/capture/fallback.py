@@ -66,7 +66,7 @@ def generic(
             _result(builder, several.result(i), each, handle, what, name and f"{name}_{i}")
             for i, each in enumerate(shown)
         ]
-    is_shown = isinstance(shown, torch.Tensor) and _is_handed_on(shown)
+    is_shown = isinstance(shown, torch.Tensor) and dtype_name(shown.dtype) in DTYPE_BYTES
     program = program_of(node, values, written, tuple(shown.shape) if is_shown else ())
     return _result(builder, program, shown, handle, what, name)
 
@@ -82,15 +82,10 @@ def _result(
             "a tensor; a plan needs shapes that are the same in every step: mask instead of "
             "selecting, as torch.where does"
         )
-    if not _is_handed_on(shown):
+    if dtype_name(shown.dtype) not in DTYPE_BYTES or not shown.numel():
         return program
     operands = [handle(each) for each in program.operands]
     return operator_of(builder, program, operands, shown, what, name)
-
-
-def _is_handed_on(shown: torch.Tensor) -> bool:
-    """Whether an operator can hand it on: it has elements, of a dtype that plans have."""
-    return dtype_name(shown.dtype) in DTYPE_BYTES and bool(shown.numel())
 
 
 def operator_of(

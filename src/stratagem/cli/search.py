@@ -18,6 +18,7 @@ from stratagem.cli.shared.options import (
     Baselines,
     ClusterName,
     Devices,
+    ExpertLoads,
     Measure,
     Model,
     Nodes,
@@ -54,6 +55,7 @@ def search(
     devices: Devices = None,
     precision: PrecisionName = None,
     optimizer: Optimizer = None,
+    expert_loads: ExpertLoads = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -140,7 +142,7 @@ def search(
         if path is not None:
             check_place(path)
     begun = Plan.load(start) if start is not None else None
-    training = training_of(precision, optimizer, begun)
+    training = training_of(precision, optimizer, begun, expert_loads)
     graph, place = load_graph(model), load_cluster(cluster, nodes, devices)
     costs = costs_for(graph, place, training, measure)
     options = Options(

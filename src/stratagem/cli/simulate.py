@@ -16,6 +16,7 @@ from rich.console import Console
 from stratagem.cli.shared.named_models import load_graph
 from stratagem.cli.shared.options import (
     AsJson,
+    ExpertLoads,
     Measure,
     Model,
     PlanFile,
@@ -26,6 +27,7 @@ from stratagem.cli.shared.options import (
     print_tables,
     say_written,
     speaker,
+    with_expert_loads,
     write_json,
 )
 from stratagem.cli.shared.rich_tables import comparison_table
@@ -56,6 +58,7 @@ def simulate(
     plan: PlanFile,
     model: Model,
     measure: Measure = False,
+    expert_loads: ExpertLoads = None,
     operators: Annotated[
         bool, typer.Option("--operators", help="time of each operator, layers together")
     ] = False,
@@ -79,7 +82,9 @@ def simulate(
     Example: stratagem simulate plan.json examples.gpt2:build --plot step.png --operators
     """
     graph = load_graph(model)
-    simulation = simulated(Plan.load(plan), graph, measure)
+    loaded = Plan.load(plan)
+    training = with_expert_loads(loaded.training, expert_loads)
+    simulation = simulated(replace(loaded, training=training), graph, measure)
     say = speaker(as_json)
     path = simulation.critical_path if critical_path else None
     show_simulation(say, simulation, graph, plot, trace, path)

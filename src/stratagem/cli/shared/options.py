@@ -79,6 +79,14 @@ Optimizer = Annotated[
         autocompletion=among(tuple(OPTIMIZER_STATES)),
     ),
 ]
+ExpertLoads = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-loads",
+        help="share of choices that each expert gets, as 0.4,0.3,0.2,0.1; else that of a plan, or "
+        "all alike",
+    ),
+]
 Recompute = Annotated[
     list[str] | None,
     typer.Option(
@@ -105,12 +113,34 @@ AsJson = Annotated[
 ]
 
 
-def training_of(precision: str | None, optimizer: str | None, plan: Plan | None) -> Training:
+def training_of(
+    precision: str | None, optimizer: str | None, plan: Plan | None, loads: str | None = None
+) -> Training:
     """The training that options ask for; what they leave out is a plan's, if one is given."""
     base = Training() if plan is None else plan.training
-    return replace(
-        base, precision=precision or base.precision, optimizer=optimizer or base.optimizer
+    return with_expert_loads(
+        replace(
+            base, precision=precision or base.precision, optimizer=optimizer or base.optimizer
+        ),
+        loads,
     )
+
+
+def with_expert_loads(training: Training, loads: str | None) -> Training:
+    """The training with the loads of experts that an option says.
+
+    Raises:
+        ValueError: they are no numbers with commas between them.
+    """
+    if loads is None:
+        return training
+    try:
+        shares = tuple(float(each) for each in loads.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"--expert-loads {loads}: give a number for each expert, with commas between them"
+        ) from error
+    return replace(training, expert_loads=shares)
 
 
 def speaker(as_json: bool) -> Console:

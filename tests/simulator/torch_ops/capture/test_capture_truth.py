@@ -439,7 +439,7 @@ IGNORED: dict[str, tuple[Loss, Modules, str]] = {
         layer(lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")),
         "aten.pad",
     ),
-    "padding": (on_image, layer(lambda: nn.Conv2d(2, 2, 3, padding="same")), "same"),
+    "padding": (on_image, layer(lambda: nn.Conv2d(2, 2, 2, padding="same")), "same"),
     "label_smoothing": (
         lambda s, b: functional.cross_entropy(
             s.hidden(b["x"]), b["ids"][:, 0] % 6, label_smoothing=0.1
