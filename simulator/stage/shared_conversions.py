@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -132,17 +132,25 @@ class _Gates:
         self._pool: list[Ints] = []
         self._size = 0
         self._begin: dict[int, int] = {}
-        self._alike: dict[tuple[int, int], bool] = {}
+        self._numbers: dict[int, frozenset[int]] = {}
 
     def result(self, groups: dict[int, tuple[int, ...]]) -> Sharing:
         """The gates, edge by edge."""
         starts, operators, offsets, sharers = [0], list[int](), list[int](), list[int]()
+        made: dict[tuple[int, SharedBy], Sequence[int]] = {}
         for k, edge in enumerate(self._table.edges):
+            group = groups.get(k, ())
             for by in SharedBy:
-                group = groups.get(k, ())
                 others = self._others(k, group, by)
-                order = _makers(self._table, group, by)
-                ahead = [j for j in order[: order.index(k)] if j in others] if others else []
+                ahead: list[int] = []
+                if others:
+                    first = group[0], by
+                    if first not in made:
+                        made[first] = _makers(self._table, group, by)
+                    before = set(others)
+                    ahead = [
+                        j for j in takewhile(lambda j, k=k: j != k, made[first]) if j in before
+                    ]
                 if by is SharedBy.KEPT:
                     ahead = [j for j in ahead if self._outlives(j, k)]
                 for j in [k, *ahead] if ahead else ():
@@ -182,11 +190,13 @@ class _Gates:
         return None if shares is None else shares[by]
 
     def _may_share(self, ours: Ints, theirs: Ints) -> bool:
-        key = id(ours), id(theirs)
-        if key not in self._alike:
-            common = np.intersect1d(ours, theirs)
-            self._alike[key] = bool((common >= 0).any())
-        return self._alike[key]
+        return not self._shared(ours).isdisjoint(self._shared(theirs))
+
+    def _shared(self, ids: Ints) -> frozenset[int]:
+        """The numbers of an edge that others may have too."""
+        if id(ids) not in self._numbers:
+            self._numbers[id(ids)] = frozenset(ids[ids >= 0].tolist())
+        return self._numbers[id(ids)]
 
     def _offset(self, k: int, by: SharedBy) -> int:
         """Where the numbers of the choices of an edge's reader begin."""
