@@ -14,7 +14,10 @@ from typing import Protocol
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.step_programs import is_reference
 
-_FIRST = ("log", "log1p", "sin", "cos", "erf", "abs", "leaky_relu", "gelu", "silu", "softplus")
+_FIRST = (
+    *("log", "log1p", "sin", "cos", "erf", "abs", "leaky_relu", "gelu", "silu", "softplus"),
+    *("hardswish", "hardsigmoid", "mish", "elu", "log_sigmoid", "atan"),
+)
 
 SAVED_ARGUMENTS = {
     **dict.fromkeys((*_FIRST, "clamp", "where"), (0,)),
@@ -23,7 +26,9 @@ SAVED_ARGUMENTS = {
 }
 """Steps of an elementwise chain whose backward needs tensor arguments, and which."""
 
-SAVED_RESULTS = frozenset({"exp", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "relu"})
+SAVED_RESULTS = frozenset(
+    {"exp", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "relu", "expm1"}
+)
 """Steps whose backward needs their result."""
 
 TRUTHS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not"})

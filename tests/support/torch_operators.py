@@ -215,6 +215,16 @@ OPERATORS: dict[str, Called] = {
     "embedding_bag": Called(
         lambda h: h, module=lambda: _Bag(nn.EmbeddingBag(7, 6)), more={"i": _classes(4, 3)}
     ),
+    "embedding_bag_sum": Called(
+        lambda h: h,
+        module=lambda: _Bag(nn.EmbeddingBag(7, 6, mode="sum")),
+        more={"i": _classes(4, 3)},
+    ),
+    "embedding_bag_max": Called(
+        lambda h: h,
+        module=lambda: _Bag(nn.EmbeddingBag(7, 6, mode="max")),
+        more={"i": _classes(4, 3)},
+    ),
     "embedding_scaled": Called(
         lambda h: h,
         module=lambda: _Bag(nn.Embedding(7, 6, scale_grad_by_freq=True)),

@@ -32,7 +32,11 @@ from stratagem.simulator.operators.step_programs import DRAWING, is_reference, r
 
 Sizes = Mapping[str, int]
 
-ACTIVATIONS = frozenset({"gelu", "silu", "sigmoid", "tanh", "erf", "exp", "softplus"}) | DRAWING
+ACTIVATIONS = (
+    frozenset({"gelu", "silu", "sigmoid", "tanh", "erf", "exp", "softplus"})
+    | {"mish", "elu", "log_sigmoid", "expm1", "atan"}
+    | DRAWING
+)
 """Steps that compute so much for each scalar that an elementwise chain slows down."""
 
 _FREE = frozenset({"alias"})

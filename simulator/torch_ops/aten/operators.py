@@ -110,6 +110,36 @@ def _embedding(call: AtenCall) -> DraftTensor:
     )
 
 
+_SUMS, _MEANS = 0, 1
+"""Modes of bags, as torch numbers them."""
+
+
+def _embedding_bag(call: AtenCall) -> list[DraftTensor | None]:
+    """Bags of equally many rows, as two dims of indices make them: a look-up, and its sum."""
+    ids, starts = call.tensor("indices"), call.given("offsets")
+    mode, padding = call.given("mode"), call.arguments.get("padding_idx")
+    call.refuse_unless(mode in (_SUMS, _MEANS), "the largest of bags")
+    call.refuse_unless(padding is None or padding < 0, "padding in bags")
+    for option in ("scale_grad_by_freq", "sparse", "include_last_offset"):
+        call.refuse_unless(not call.given(option), option)
+    seen = call.constant(starts) if isinstance(starts, Expression) else None
+    bags = 0 if seen is None else len(seen)
+    call.refuse_unless(bags > 0 and ids.shape[0] % bags == 0, "bags that begin at given places")
+    size = ids.shape[0] // bags
+    call.refuse_unless(
+        seen is not None and seen.tolist() == list(range(0, ids.shape[0], size)),
+        "bags of unequal sizes",
+    )
+    rows = call.builder.embedding(
+        reshape(ids, (bags, size)), call.stored("weight"), name=call.label("embedding")
+    )
+    weights = call.optional("per_sample_weights")
+    if weights is not None:
+        rows = call.builder.pointwise("mul", rows, reshape(weights, (bags, size, 1)))
+    make = call.builder.mean if mode == _MEANS else call.builder.reduce
+    return [make(rows, [1], name="bag"), None, None, None]
+
+
 def _layer_norm(call: AtenCall) -> DraftTensor:
     return call.builder.layer_norm(
         call.tensor("input"),
@@ -281,6 +311,10 @@ OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
         for places in (1, 2, 3)
     },
     "embedding": reads("indices", "weight", "padding_idx")(_embedding),
+    "embedding_bag": reads(
+        *("weight", "indices", "offsets", "mode", "per_sample_weights", "padding_idx"),
+        *("scale_grad_by_freq", "sparse", "include_last_offset"),
+    )(_embedding_bag),
     "layer_norm": reads("input", "normalized_shape", "weight", "bias", "eps")(_layer_norm),
     "rms_norm": reads("input", "normalized_shape", "weight", "eps")(_rms_norm),
     "batch_norm": reads("input", *_STORED_OF_NORMS, "training", "momentum", "eps")(_batch_norm),

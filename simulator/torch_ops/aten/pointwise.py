@@ -79,6 +79,13 @@ def _softplus(a: Arguments) -> Term:
     return Term("softplus", (a["self"],))
 
 
+@reads("self", "alpha", "scale", "input_scale")
+def _elu(a: Arguments) -> Term:
+    if a.get("input_scale", 1) != 1:
+        raise ValueError(f"elu with input_scale {a['input_scale']} is not supported, only 1")
+    return _scaled(Term("elu", (a["self"], a.get("alpha", 1))), a.get("scale", 1))
+
+
 def _extreme(function: str) -> Pointwise:
     @reads("self", "other", "dim", "keepdim")
     def make(a: Arguments) -> Term:
@@ -112,6 +119,12 @@ _SAME_NAME = [
     "sigmoid",
     "relu",
     "silu",
+    "hardswish",
+    "hardsigmoid",
+    "mish",
+    "log_sigmoid",
+    "expm1",
+    "atan",
     "alias",
 ]
 _BINARY = {
@@ -142,6 +155,11 @@ POINTWISE: dict[str, Pointwise] = {
     "gelu": _plain("gelu", "self", "approximate"),
     "leaky_relu": _plain("leaky_relu", "self", "negative_slope"),
     "softplus": _softplus,
+    "elu": _elu,
+    "hardtanh": reads("self", "min_val", "max_val")(
+        lambda a: Term("clamp", (a["self"], a.get("min_val", -1), a.get("max_val", 1)))
+    ),
+    "relu6": reads("self")(lambda a: Term("clamp", (a["self"], 0, 6))),
     "clamp": _plain("clamp", "self", "min", "max"),
     "clamp_min": reads("self", "min")(lambda a: Term("clamp", (a["self"], a["min"], None))),
     "clamp_max": reads("self", "max")(lambda a: Term("clamp", (a["self"], None, a["max"]))),

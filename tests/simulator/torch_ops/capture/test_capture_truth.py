@@ -287,6 +287,11 @@ ARGUMENTS: dict[str, tuple[Loss, Modules]] = {
         layer(lambda: nn.Sequential(nn.Conv2d(2, 2, 2), nn.AdaptiveAvgPool2d((4, 2)))),
     ),
     "gelu": of_hidden(lambda x: functional.gelu(x) + functional.gelu(x, approximate="tanh")),
+    "hard": of_hidden(lambda x: functional.hardswish(4 * x) + functional.hardsigmoid(3 * x)),
+    "bounded": of_hidden(lambda x: functional.hardtanh(x, -0.1, 0.2) + functional.relu6(8 * x)),
+    "mish": of_hidden(lambda x: functional.mish(x) + functional.logsigmoid(x)),
+    "elu": of_hidden(lambda x: functional.elu(x, 0.7) + functional.selu(x) + functional.celu(x)),
+    "expm1": of_hidden(lambda x: torch.expm1(x) + torch.atan(x)),
     "leaky_relu": of_hidden(lambda x: functional.leaky_relu(x, 0.3)),
     "dropout that drops nothing": of_hidden(
         lambda x: functional.dropout(x, 0.5, training=False) + functional.dropout(x, 0.0)
