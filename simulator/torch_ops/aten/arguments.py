@@ -33,7 +33,9 @@ SHAPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ones_like", "zeros_like", "full_like", "empty_like"), ("self",)),
     **dict.fromkeys(("ones", "zeros", "full", "empty", "rand", "randn"), ("size",)),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), ("self", "size")),
-    **dict.fromkeys(("rand_like", "randn_like", "uniform", "normal_functional"), ("self",)),
+    **dict.fromkeys(
+        ("rand_like", "randn_like", "uniform", "normal_functional", "exponential"), ("self",)
+    ),
     "reshape": ("shape",),
     "split": ("split_size",),
     "chunk": ("chunks",),

@@ -155,6 +155,16 @@ def _scaled(call: AtenCall) -> DraftTensor:
     return _made(call, "normal", *steps)
 
 
+def _exponential(call: AtenCall) -> DraftTensor:
+    """−log(1 − u) / λ."""
+    steps: Steps = [
+        ["sub", [1.0, _DRAWN]],
+        ["log", [["step", 1]]],
+        ["div", [["step", 2], -call.arguments.get("lambd", 1.0)]],
+    ]
+    return _made(call, "uniform", *steps)
+
+
 def _coins(call: AtenCall) -> DraftTensor:
     """1 with a probability, which is one number, or one for each place."""
     if "p" in call.arguments:
@@ -188,6 +198,7 @@ ELEMENTWISE_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "randn_like": reads()(_plain("normal")),
     "uniform": reads("from", "to")(_between),
     "normal_functional": reads("mean", "std")(_scaled),
+    "exponential": reads("lambd")(_exponential),
     "bernoulli": reads("self", "p")(_coins),
 }
 """aten name → handler, and which arguments it reads."""
