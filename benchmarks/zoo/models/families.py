@@ -286,7 +286,8 @@ def _series(name: str, **options: Any) -> Made:
     config = getattr(transformers, f"{name}Config")(
         prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=1,
         d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0, **options,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0,
+        encoder_layerdrop=0.0, decoder_layerdrop=0.0, **options,
     )  # fmt: skip
     model = getattr(transformers, f"{name}ForPrediction")(config)
     batch = {

@@ -80,7 +80,7 @@ def filled_share(operator: Operator, sizes: Sizes) -> float:
     if loads is None:
         busiest = busiest_of_alike(tokens, top_k / experts, count)
     else:
-        here = math.prod(sizes[name] for name in operator.weights[0].layout[0])
+        here = sizes[operator.weights[0].layout[0][0]]
         chances = [top_k * load / sum(loads) for load in loads]
         parts = (tuple(chances[i : i + here]) for i in range(0, len(chances), here))
         busiest = max(busiest_of_unlike(tokens, part, max(1, count // here)) for part in parts)

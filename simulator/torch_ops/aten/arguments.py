@@ -31,7 +31,7 @@ SHAPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("view_as", "reshape_as", "expand_as"), ("other",)),
     **dict.fromkeys(("squeeze", "unsqueeze"), ("dim",)),
     **dict.fromkeys(("ones_like", "zeros_like", "full_like", "empty_like"), ("self",)),
-    **dict.fromkeys(("ones", "zeros", "full", "empty", "rand", "randn"), ("size",)),
+    **dict.fromkeys(("ones", "zeros", "full", "empty", "rand", "randn", "randint"), ("size",)),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), ("self", "size")),
     **dict.fromkeys(
         ("rand_like", "randn_like", "uniform", "normal_functional", "exponential"), ("self",)
@@ -54,7 +54,7 @@ DTYPE_SAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ones_like", "zeros_like", "full_like", "empty_like"), ("dtype",)),
     **dict.fromkeys(("ones", "zeros", "full", "empty"), ("dtype",)),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), ("dtype",)),
-    **dict.fromkeys(("rand", "randn", "rand_like", "randn_like"), ("dtype",)),
+    **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "randint"), ("dtype",)),
     "_softmax": ("half_to_float",),
 }
 """aten name → arguments that the dtype of the result says as well, which is checked."""

@@ -155,6 +155,23 @@ def _scaled(call: AtenCall) -> DraftTensor:
     return _made(call, "normal", *steps)
 
 
+def _whole_numbers(call: AtenCall) -> DraftTensor:
+    """low + ⌊u · (high − low)⌋, in float64 under every precision, which has room for all."""
+    low, high = call.arguments.get("low", 0), call.given("high")
+    constant = Expression("full", (list(call.shape), 1, "int64"), call.shape, "int64")
+    program: Steps = [
+        ["cast", [["in", 0], "float64"]],
+        ["uniform", [["step", 0]]],
+        ["mul", [["step", 1], float(high - low)]],
+        ["floor", [["step", 2]]],
+        ["add", [["step", 3], float(low)]],
+        ["cast", [["step", 4], call.dtype]],
+    ]
+    label = call.label("randint")
+    places = call.handle(constant)
+    return call.builder.elementwise([places], program, call.dtype, name=label, detached=True)
+
+
 def _exponential(call: AtenCall) -> DraftTensor:
     """−log(1 − u) / λ."""
     steps: Steps = [
@@ -198,6 +215,7 @@ ELEMENTWISE_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "randn_like": reads()(_plain("normal")),
     "uniform": reads("from", "to")(_between),
     "normal_functional": reads("mean", "std")(_scaled),
+    "randint": reads("low", "high")(_whole_numbers),
     "exponential": reads("lambd")(_exponential),
     "bernoulli": reads("self", "p")(_coins),
 }

@@ -110,7 +110,7 @@ def _traced(
     )
     before, after = kept(model), Kept()
     try:
-        with _watched(model, after, returned), _in_few_words():
+        with _watched(model, after, returned), _in_few_words(), _unchecked_distributions():
             return torch.export.export(model, (), examples, strict=False), before, after
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
@@ -183,6 +183,21 @@ class _Refusing(TorchFunctionMode):
         if func in _OF_NUMBERS and made.device.type == "meta":
             return _numbers_again(made, args[0])
         return made
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Let distributions of torch take their arguments as they are: checks read values.
+
+    A check changes nothing but whether there is an error, and runs still make it in the model.
+    """
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def _scalars(made: Any) -> Any:

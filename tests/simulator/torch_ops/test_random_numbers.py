@@ -26,6 +26,7 @@ DRAWN: dict[str, tuple[Draw, tuple[float, float]]] = {
     "uniform_": (lambda h: torch.empty_like(h).uniform_(-1, 3), (1.0, 16 / 12)),
     "normal_": (lambda h: h.new_empty(h.shape).normal_(2.0, 0.5), (2.0, 0.25)),
     "exponential_": (lambda h: torch.empty_like(h).exponential_(2.0), (0.5, 0.25)),
+    "randint": (lambda h: torch.randint(2, 7, h.shape).to(h.dtype), (4.0, 2.0)),
     "bernoulli_": (lambda h: h.new_empty(h.shape).bernoulli_(0.7), (0.7, 0.21)),
     "bernoulli": (lambda h: torch.bernoulli(torch.full_like(h, 0.2)), (0.2, 0.16)),
     "floor": (lambda h: torch.rand(h.shape).add_(0.9).floor_(), (0.9, 0.09)),

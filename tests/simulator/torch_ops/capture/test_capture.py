@@ -35,6 +35,7 @@ from stratagem.simulator.operators.step_programs import (
     is_reference,
 )
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.plans import assert_equal_to_torch, drawing, make_case, make_plan
 
 _SPEC = importlib.util.spec_from_file_location(
     "example_models", Path(__file__).parents[4] / "examples" / "models.py"
@@ -552,3 +553,25 @@ def test_model_without_loss_is_refused() -> None:
         capture(nn.Linear(3, 3), (torch.zeros(2, 3),))
     with pytest.raises(ValueError, match="needs targets"):
         capture(nn.Linear(3, 3), (torch.zeros(2, 3),), loss=functional.mse_loss)
+
+
+class Likelihood(nn.Module):
+    """A loss by a distribution, whose arguments torch checks number by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, spread = self.layer(x).unbind(-1)
+        likely = torch.distributions.Normal(mean, functional.softplus(spread)).log_prob(y)
+        return -likely.mean()
+
+
+def test_distributions_are_captured_without_checks_of_values() -> None:
+    """The check of arguments was refused as a branch on values."""
+    torch.manual_seed(0)
+    case = make_case(Likelihood(), x=torch.randn(8, 5), y=torch.randn(8))
+    assert_equal_to_torch(case, make_plan(case, drawing(0), (2,)))
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, torch.tensor(-1.0))
