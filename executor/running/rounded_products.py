@@ -19,6 +19,7 @@ _OPERANDS: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     *((functional, f"conv_transpose{places}d", (0, 1)) for places in (1, 2, 3)),
     (functional, "scaled_dot_product_attention", (0, 1, 2)),
     (torch, "addmm", (1, 2)),
+    (torch, "einsum", (1, 2)),
     *((torch, name, (0, 1)) for name in ("matmul", "mm", "bmm")),
     *((Tensor, name, (0, 1)) for name in ("matmul", "mm", "bmm", "__matmul__")),
 )

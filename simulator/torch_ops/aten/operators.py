@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratagem.simulator.graph.building.convolution_builder import Sliding
@@ -54,6 +55,43 @@ def _matmul(call: AtenCall) -> DraftTensor:
 def _pair(value: Any) -> tuple[int, int]:
     sizes = [value] if isinstance(value, int) else list(value)
     return (sizes[0], sizes[-1])
+
+
+def _einsum(call: AtenCall) -> DraftTensor:
+    """A product of two tensors over letters that both have and the result has not."""
+    sides, arrow, made = call.given("equation").replace(" ", "").partition("->")
+    named, tensors = sides.split(","), [call.handle(each) for each in call.given("tensors")]
+    call.refuse_unless(bool(arrow) and "." not in sides, "letters left out")
+    call.refuse_unless(len(named) == 2, f"{len(named)} tensors")
+    a, b = named
+    call.refuse_unless(all(len(set(each)) == len(each) for each in named), "a diagonal")
+    both = [letter for letter in a if letter in b]
+    batch, inner = ([x for x in both if (x in made) == kept] for kept in (True, False))
+    left, right = ([x for x in each if x not in both] for each in named)
+    call.refuse_unless(bool(inner) and set(left + right) <= set(made), "no letter to sum over")
+    size = {
+        letter: extent
+        for each, tensor in zip(named, tensors, strict=True)
+        for letter, extent in zip(each, tensor.shape, strict=True)
+    }
+    sides_of = ([left, inner], [inner, right])
+    seen = [
+        _lettered(tensor, letters, [batch, *order], size)
+        for tensor, letters, order in zip(tensors, named, sides_of, strict=True)
+    ]
+    product = call.builder.matmul(*seen, name=call.label("einsum"))
+    order = [*batch, *left, *right]
+    return permute(reshape(product, [size[x] for x in order]), [order.index(x) for x in made])
+
+
+def _lettered(
+    tensor: DraftTensor, letters: str, groups: Sequence[Sequence[str]], size: Mapping[str, int]
+) -> DraftTensor:
+    """A tensor with its dims in groups, of which all but the first are one dim each."""
+    order = [letter for group in groups for letter in group]
+    seen = permute(tensor, [letters.index(letter) for letter in order])
+    merged = [math.prod(size[letter] for letter in group) for group in groups[1:]]
+    return reshape(seen, [*(size[letter] for letter in groups[0]), *merged])
 
 
 def _each(value: Any, places: int) -> tuple[int, ...]:
@@ -310,6 +348,7 @@ OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
         f"conv_transpose{places}d": reads(*_CONVOLVED, "output_padding")(_conv)
         for places in (1, 2, 3)
     },
+    "einsum": reads("equation", "tensors")(_einsum),
     "embedding": reads("indices", "weight", "padding_idx")(_embedding),
     "embedding_bag": reads(
         *("weight", "indices", "offsets", "mode", "per_sample_weights", "padding_idx"),
