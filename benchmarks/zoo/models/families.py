@@ -193,7 +193,7 @@ def funnel() -> Made:
     """Sequences that become shorter, and long again."""
     config = transformers.FunnelConfig(
         vocab_size=VOCABULARY, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=48,
-        hidden_dropout=0.0, attention_dropout=0.0, num_decoder_layers=1,
+        hidden_dropout=0.0, attention_dropout=0.0, num_decoder_layers=1, initializer_std=0.02,
     )  # fmt: skip
     model = transformers.FunnelForMaskedLM(config)
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
