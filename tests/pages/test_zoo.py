@@ -130,5 +130,6 @@ def test_the_project_has_models_of_every_library() -> None:
     counts = {path.stem: len(names_in(path)) for path in OWN}
     assert sum(counts.values()) >= 80
     assert counts.keys() == {
-        "adapters", "beyond_text", "diffusion", "families", "plain", "texts", "timm_models", "vision",
+        "adapters", "beyond_text", "diffusion", "families", "plain", "texts", "timm_models",
+        "vision",
     }  # fmt: skip
