@@ -62,7 +62,7 @@ class Adafactor(Measuring):
             shape, kept = self._learned[name].shape, self._kept[name]
             if len(shape) < 2:
                 continue
-            rows, columns = each[1:].split([kept[ROW].numel(), kept[COLUMN].numel()])
+            rows, columns = torch.split(each[1:], [kept[ROW].numel(), kept[COLUMN].numel()])
             for what, sums, size in ((ROW, rows, shape[-1]), (COLUMN, columns, shape[-2])):
                 mean = (sums / size).to(kept[what].dtype).view(kept[what].shape)
                 kept[what].lerp_(mean, self._weight(name))

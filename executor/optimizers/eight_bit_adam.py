@@ -58,8 +58,8 @@ class EightBitAdam(Measuring):
         (gradient,) = in_one_piece(cast([change], worked))
         self._states_of(change, worked[0])
         blocks = self._blocks(change.name)
-        made = worked[0].new_zeros(2 * blocks.count, dtype=self.dtype)
-        if blocks.count:
+        made = worked[0].new_zeros(2 * blocks.number, dtype=self.dtype)
+        if blocks.of is not None:
             for means, largest in zip(
                 self._ahead(change.name, gradient), made.chunk(2), strict=True
             ):
@@ -86,7 +86,7 @@ class EightBitAdam(Measuring):
             MEANS, (gradient, gradient.square()), self.training.betas, strict=True
         ):
             before = kept[what]
-            if blocks.count:
+            if blocks.number:
                 table = dynamic_map(what == "mean").to(before.device, gradient.dtype)
                 scales = kept[SCALES[what]].to(gradient.dtype)[blocks.of]
                 before = table[before.reshape(-1).int()].mul_(scales).view_as(gradient)
@@ -95,7 +95,7 @@ class EightBitAdam(Measuring):
 
     def _keep(self, name: str, *means: Tensor) -> None:
         kept, blocks = self._kept[name], self._blocks(name)
-        if not blocks.count:
+        if not blocks.number:
             kept.update(zip(MEANS, means, strict=True))
             return
         for what, made, largest in zip(MEANS, means, self._largest[name].chunk(2), strict=True):
@@ -143,7 +143,7 @@ class EightBitAdam(Measuring):
 class _Blocks(NamedTuple):
     """How many blocks a parameter has, none where it is not rounded; of each element which."""
 
-    count: int
+    number: int
     of: Tensor | None
 
 

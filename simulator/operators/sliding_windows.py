@@ -82,8 +82,9 @@ def window_place(operator: Operator, loop: str) -> int:
 
 def kernel_sizes(operator: Operator) -> tuple[int, ...]:
     """The sizes of the windows of a convolution, whose weights are stored or computed."""
-    stored = (each.layout for each in (*operator.inputs[1:], *operator.weights))
-    return shape_of(next(stored)[-num_sliding(operator) :], operator.sizes)
+    computed = [each.layout for each in operator.inputs[1:]]
+    stored = [each.layout for each in operator.weights]
+    return shape_of([*computed, *stored][0][-num_sliding(operator) :], operator.sizes)
 
 
 def num_sliding(operator: Operator) -> int:

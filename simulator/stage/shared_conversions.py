@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise, takewhile
+from operator import ne
 
 import numpy as np
 
@@ -148,9 +149,8 @@ class _Gates:
                     if first not in made:
                         made[first] = _makers(self._table, group, by)
                     before = set(others)
-                    ahead = [
-                        j for j in takewhile(lambda j, k=k: j != k, made[first]) if j in before
-                    ]
+                    earlier = takewhile(partial(ne, k), made[first])
+                    ahead = [j for j in earlier if j in before]
                 if by is SharedBy.KEPT:
                     ahead = [j for j in ahead if self._outlives(j, k)]
                 for j in [k, *ahead] if ahead else ():

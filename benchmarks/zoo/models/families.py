@@ -23,7 +23,8 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_NO_DROPOUT: dict[str, float] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TWO_FEATURE_LAYERS: dict[str, Any] = {"num_feat_extract_layers": 2}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def _causal(name: str, **options: Any) -> Made:
@@ -377,7 +378,7 @@ def hubert() -> Made:
     """Raw sound, with norms of groups."""
     config = transformers.HubertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), num_feat_extract_layers=2,
+        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), **_TWO_FEATURE_LAYERS,
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
         layerdrop=0.0, classifier_proj_size=16,
     )  # fmt: skip

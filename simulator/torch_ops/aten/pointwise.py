@@ -83,7 +83,8 @@ def _softplus(a: Arguments) -> Term:
 def _elu(a: Arguments) -> Term:
     if a.get("input_scale", 1) != 1:
         raise ValueError(f"elu with input_scale {a['input_scale']} is not supported, only 1")
-    return _scaled(Term("elu", (a["self"], a.get("alpha", 1))), a.get("scale", 1))
+    made: Term = _scaled(Term("elu", (a["self"], a.get("alpha", 1))), a.get("scale", 1))
+    return made
 
 
 def _extreme(function: str) -> Pointwise:

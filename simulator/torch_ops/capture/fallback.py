@@ -66,8 +66,10 @@ def generic(
             _result(builder, several.result(i), each, handle, what, name and f"{name}_{i}")
             for i, each in enumerate(shown)
         ]
-    is_shown = isinstance(shown, torch.Tensor) and dtype_name(shown.dtype) in DTYPE_BYTES
-    program = program_of(node, values, written, tuple(shown.shape) if is_shown else ())
+    shape: tuple[int, ...] = ()
+    if isinstance(shown, torch.Tensor) and dtype_name(shown.dtype) in DTYPE_BYTES:
+        shape = tuple(shown.shape)
+    program = program_of(node, values, written, shape)
     return _result(builder, program, shown, handle, what, name)
 
 

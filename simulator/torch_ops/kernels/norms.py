@@ -92,7 +92,7 @@ def one_sample_in_order(x: Tensor) -> Tensor:
     """
     if len(x) > 1 or x.device.type != "cpu":
         return x
-    ordered: Tensor = _InOrder.apply(x)
+    ordered: Tensor = _InOrder.apply(x)  # type: ignore[no-untyped-call]
     return ordered
 
 
