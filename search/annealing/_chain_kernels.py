@@ -267,7 +267,7 @@ def anneal(
     Metropolis acceptance at the relative temperature of the `course`. `scores` (see `SCORE`)
     stays with `choice` and `best_choice` between calls.
     """
-    accepted, phase, begun = 0, 0, 0.0
+    accepted, phase, begun, weighed = 0, 0, 0.0, -1.0
     for step in range(done, done + num_evaluations):
         while phase < course.shape[0] - 1 and step >= course[phase, END]:
             begun = course[phase, END]
@@ -277,7 +277,8 @@ def anneal(
         heat = now[HOT] * (now[COLD] / now[HOT]) ** progress
         level = np.floor(progress * WEIGHTS) / (WEIGHTS - 1)
         weight = now[SOFT] * (now[HARD] / now[SOFT]) ** level
-        scores[SCORE] = score_of(arrays, arrays.pipeline.now[0], weight)
+        if weight != weighed:
+            scores[SCORE], weighed = score_of(arrays, arrays.pipeline.now[0], weight), weight
         count = propose_move(rng, choice, arrays.before, arrays.changed, now[WIDE], arrays.moves)
         if count == 0:
             continue
