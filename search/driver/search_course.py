@@ -55,7 +55,7 @@ SHARED_OPERATORS = 100
 MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
 """Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
 least two for each skeleton that is searched."""
-NEARLY, MOST_NEARLY = 1.05, 16
+NEARLY, MOST_NEARLY = 1.1, 16
 """Of small models so many skeletons more are searched, with the least evaluations, where a plan
 was met that takes less than so many times the best, or none that fits: what those that do not fit
 take tells nothing of the others."""
@@ -426,6 +426,7 @@ class SearchCourse:
     ) -> Simulation:
         """The best plan of a skeleton that integer programs, chains and windows come to."""
         watch = Watch(
+            partial(self._sharpener.admits, problem),
             partial(self._simulate, problem),
             self._take,
             self._after_round,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from stratagem.searcher.improvement.neighbours import (
     registered_moves,
 )
 from stratagem.searcher.improvement.outcomes import Fate, Known, Refined, Settled, Sharpened
+from stratagem.searcher.improvement.skeleton_choices import admitted
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem, make_problem
 from stratagem.searcher.problem.roomy_choices import roomy_problem
@@ -171,7 +173,8 @@ class Sharpener:
         bound = optimum.score if optimum.fits else float("inf")
         tighter: Problem | None = problem
         while tighter is not None:
-            plan = self.plan(problem, optimum.choice)
+            choice = admitted(tighter, optimum.choice, partial(self.admits, problem))
+            plan = self.plan(problem, choice)
             tighter = beside_waiting(problem, tighter, self.situation.simulate(plan).memory)
             if tighter is not None:
                 optimum = exhaustive(tighter, limit=ENUMERATED)
@@ -295,6 +298,10 @@ class Sharpener:
             if more is None:
                 return settled
             skeleton, choices = more
+
+    def admits(self, problem: Problem, choice: Ints) -> bool:
+        """Whether constraints on plans as wholes allow choices (see `allows_whole`)."""
+        return self._constraints.allows_whole(self.plan(problem, choice))
 
     def plan(self, problem: Problem, choice: Ints) -> Plan:
         """The plan that makes some choices of a skeleton."""

@@ -6,6 +6,7 @@ for a late link, all are asked again for plans in the memory that is left beside
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ LARGE_PROGRAM = 400_000
 """Operators times choices above which no integer program over a whole skeleton is tried."""
 MOST_REGIONS = 8
 """Regions that such a program solves anew: its solution is a start for chains."""
+MOST_CHANGED = 8
+"""Changes of single operators from choices that constraints do not allow as a whole."""
 MOST_TIGHTENED = 3
 """How often choices are looked for in less memory."""
 
@@ -44,12 +47,14 @@ class Watch:
     """What a search does while choices are looked for.
 
     Attributes:
+        admits: whether constraints on plans as wholes allow choices.
         simulate: a plan of the problem.
         found: takes every simulation.
         after_round: told of the chains after each round; True ends them.
         stop: whether it is time to stop.
     """
 
+    admits: Callable[[Ints], bool]
     simulate: Callable[[Ints], Simulation]
     found: Callable[[Simulation], None]
     after_round: Callable[[Sequence[AnnealingChain]], bool]
@@ -87,6 +92,7 @@ class SkeletonChoices:
         best: Simulation | None = None
         for _ in range(1 + MOST_TIGHTENED):
             choice = self._chosen(tighter, known, evaluations)
+            choice = admitted(tighter, choice, self._watch.admits)
             simulation = self._watch.simulate(choice)
             self._watch.found(simulation)
             if best is None or simulation.fits:
@@ -151,3 +157,40 @@ class SkeletonChoices:
             raise
         self.evaluations += sum(chain.done for chain in chains)
         return min([*chains, *ranked], key=lambda chain: chain.rank).best
+
+
+def admitted(problem: Problem, choice: Ints, admits: Callable[[Ints], bool]) -> Ints:
+    """Some choices, or, where no plan may make them, the best of what changes downhill come to.
+
+    Chains, windows and programs choose for each operator what is allowed for it. That one of them
+    has so many tensor ways, as `Constraints.tensor` asks for, is a matter of the plan.
+
+    Args:
+        problem: with lists of what is allowed.
+        choice: what was chosen.
+        admits: whether a plan may be made of choices.
+
+    Returns:
+        The same choices where no single change helps.
+    """
+    if admits(choice):
+        return choice
+    judge, limit = AnnealingChain(problem, choice, 1, 0), math.inf
+    for _ in range(MOST_CHANGED):
+        near = []
+        for i, options in enumerate(problem.choices):
+            for number in range(len(options)):
+                judge.restart(_changed(choice, i, number))
+                near.append((float(judge.scores[0]), i, number))
+        better = (each for each in sorted(near) if each[0] < limit)
+        found = next((each for each in better if admits(_changed(choice, *each[1:]))), None)
+        if found is None:
+            break
+        limit, choice = found[0], _changed(choice, *found[1:])
+    return choice
+
+
+def _changed(choice: Ints, operator: int, number: int) -> Ints:
+    other = choice.copy()
+    other[operator] = number
+    return other

@@ -306,9 +306,15 @@ class BoundConstraints:
             and (c.max_pipeline is None or ranks <= c.max_pipeline)
             and (c.microbatches is None or skeleton.num_microbatches in c.microbatches)
             and (c.schedules is None or ranks == 1 or skeleton.schedule in c.schedules)
+            and (c.tensor is None or any(_has(mesh.shape, c.tensor) for mesh in skeleton.meshes))
             and (not widths or all({len(mesh.axes)} == widths for mesh in skeleton.meshes))
             and all(rule(skeleton) for rule in self._skeleton_rules)
         )
+
+    def allows_whole(self, plan: Plan) -> bool:
+        """Whether a plan meets what no operator's choice does alone: tensor ways that one has."""
+        wanted = self.constraints.tensor
+        return wanted is None or most_tensor_ways(plan, self._graph) == wanted
 
     @cached_property
     def _recomputed(self) -> dict[str, frozenset[str]]:
@@ -352,7 +358,7 @@ class BoundConstraints:
                 operator = self._graph.operator(name)
                 if not self.allows(operator, choice, stage.mesh, plan.cluster):
                     found.append(f"{name} has {choice} on a mesh of {stage.mesh.shape}")
-        if c.tensor is not None and most_tensor_ways(plan, self._graph) != c.tensor:
+        if not self.allows_whole(plan):
             found.append(f"tensor ways are {most_tensor_ways(plan, self._graph)}")
         for s, stage in enumerate(() if c.recompute is None else plan.stages):
             if followed_policy(stage, self._recomputed) is None:
@@ -406,6 +412,19 @@ def tensor_ways(operator: Operator, config: Config, shape: tuple[int, ...]) -> i
         elif isinstance(placement, Pin):
             total *= ways
     return total
+
+
+def _has(shape: Sequence[int], ways: int) -> bool:
+    """Whether some axes of a mesh are so many ways together.
+
+    Example:
+        >>> _has((2, 4), 4), _has((8,), 4)
+        (True, False)
+    """
+    products = {1}
+    for size in shape:
+        products |= {size * product for product in products}
+    return ways in products
 
 
 def most_tensor_ways(plan: Plan, graph: OperatorGraph) -> int:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-from scipy.special import ndtr
 
 from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
@@ -116,6 +115,8 @@ def busiest_of_unlike(tokens: int, chances: tuple[float, ...], groups: int) -> f
         chances: of each expert, that a token chooses it.
         groups: of tokens, whose experts are counted apart.
     """
+    import scipy  # Machines that only run or time operators need not have it.
+
     means = tokens * np.asarray(chances)
     deviations = np.sqrt(np.maximum(means * (1 - np.asarray(chances)), 1e-12))
     least = max(0.0, float((means - 8 * deviations).max()))
@@ -123,7 +124,7 @@ def busiest_of_unlike(tokens: int, chances: tuple[float, ...], groups: int) -> f
     if most <= least:
         return least
     places = np.linspace(least, most, _STEPS)
-    below = ndtr((places[:, None] - means) / deviations).prod(axis=1) ** groups
+    below = scipy.special.ndtr((places[:, None] - means) / deviations).prod(axis=1) ** groups
     return least + float(np.trapezoid(1 - below, places))
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from stratagem.calibration.executor_measurements import executor_update
 from stratagem.profiler import (
@@ -119,7 +120,7 @@ def sliced():
 
 
 def without_rules() -> OperatorGraph:
-    """A sorted product, as torch has it."""
+    """A sorted product of three, as torch has it."""
 
     class Sorted(nn.Module):
         def __init__(self) -> None:
@@ -128,12 +129,35 @@ def without_rules() -> OperatorGraph:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = x * self.scale
-            return torch.einsum("bij,bkj->bik", h, h).sort().values.mean()
+            return torch.einsum("bij,bkj,bkj->bik", h, h, h).sort().values.mean()
 
     return capture(Sorted(), (torch.zeros(2, 4, 6),))
 
 
-GRAPHS = (transformer(), convolutional(), experts(), sliced(), without_rules())
+def windows() -> OperatorGraph:
+    """Convolutions over one, two and three dims, back again, and of computed weights."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            there, back = CONVOLUTIONS, TRANSPOSED
+            self.there = nn.ModuleList(make(2, 4, 3, padding=1) for make in there)
+            self.computed = nn.ModuleList(weight_norm(make(4, 4, 1)) for make in there)
+            self.back = nn.ModuleList(make(4, 2, 2, stride=2) for make in back)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = []
+            for k in range(3):
+                h = x.reshape(2, 2, *(8,) * k, -1)
+                parts.append(self.back[k](self.computed[k](self.there[k](h))).mean())
+            return parts[0] + parts[1] + parts[2]
+
+    return capture(Windows(), (torch.zeros(2, 2, 8 * 8 * 4),))
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+GRAPHS = (transformer(), convolutional(), experts(), sliced(), without_rules(), windows())
 OPERATORS = [o for graph in GRAPHS for o in graph.operators if not o.is_source]
 LINEAR = GRAPHS[0].operator("linear")
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: f"{o.kind}-{o.name}")

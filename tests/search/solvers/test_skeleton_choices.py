@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known
-from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Watch
+from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Watch, admitted
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import beside_waiting
@@ -89,6 +91,7 @@ def test_a_plan_that_fits_is_looked_for_beside_what_waits() -> None:
     situation, problem, choice = between()
     met: list[Simulation] = []
     watch = Watch(
+        lambda found: True,
         lambda found: simulated(situation, problem, found),
         met.append,
         lambda chains: False,
@@ -118,3 +121,36 @@ def test_a_skeleton_that_is_counted_through_has_a_plan_that_fits() -> None:
     assert not first.fits
     # What the bound says holds for all plans, the one that waits among them.
     assert found.bound == first.step_time < plan.step_time
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_choices_that_are_no_plan_of_the_wish_are_changed_where_it_costs_least(ways: int) -> None:
+    """With `tensor=2` some operator must be cut in two, though samples alone would be faster."""
+    roomy = late()
+    problem = priced(roomy)
+    bound = Constraints(tensor=ways).bind(roomy.graph)
+
+    def admits(choice: Ints) -> bool:
+        plan = problem.plan(choice, name="x", seed=0, fingerprint=roomy.graph.fingerprint)
+        return bound.allows_whole(plan)
+
+    best = exhaustive(problem)
+    found = admitted(problem, best.choice, admits)
+    counts = [range(len(listed)) for listed in problem.choices]
+    judge = AnnealingChain(problem, best.choice, 1, 0)
+    every = []
+    for choice in map(np.array, itertools.product(*counts)):
+        if admits(choice):
+            judge.restart(choice)
+            every.append(judge.scores[0])
+    judge.restart(found)
+    assert len(every) < problem.num_plans
+    assert admits(found)
+    assert min(every) <= judge.scores[0] <= 1.05 * min(every)
+    assert admits(best.choice) == np.array_equal(found, best.choice)
+
+
+def test_where_no_change_helps_choices_stay() -> None:
+    problem = priced(late())
+    choice = np.zeros(len(problem.choices), dtype=np.int64)
+    assert np.array_equal(admitted(problem, choice, lambda _: False), choice)
