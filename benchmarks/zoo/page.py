@@ -101,14 +101,13 @@ def _refusals(lines: Sequence[Line]) -> str:
     missing = [line for line in lines if not line["executed_equal"]]
     if not missing:
         return ""
-    told = "\n".join(f"- **{line['model']}**: {_short(line['error'])}" for line in missing)
+    told = "\n".join(f"- **{line['model']}**: {_escaped(line['error'])}" for line in missing)
     return f"## What is not equal or not taken\n\n{told}\n"
 
 
-def _short(error: str) -> str:
-    """The words of an error without the folders of this machine."""
-    words = [word if "/" not in word else Path(word).name for word in error.split(" ")]
-    return " ".join(words).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+def _escaped(error: str) -> str:
+    """The words of an error, none of which is a mark of the page."""
+    return error.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 def _docstrings() -> dict[str, str]:

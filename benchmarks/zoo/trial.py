@@ -81,8 +81,12 @@ def tried(path: Path, name: str, show: Callable[[Line], None]) -> None:
 
 
 def _in_words(error: Exception) -> str:
-    """The error, and where it comes from unless it is one that is worded for users."""
-    said = f"{type(error).__name__}: {error}"
+    """The error, and where it comes from unless it is one that is worded for users.
+
+    Files are named without their folders, which are those of one machine.
+    """
+    words = f"{type(error).__name__}: {error}".split(" ")
+    said = " ".join(word if "/" not in word else Path(word).name for word in words)
     if isinstance(error, ValueError):
         return said
     frame = traceback.extract_tb(error.__traceback__)[-1]
