@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from benchmarks.zoo.examples import Made
+from benchmarks.zoo.small_transformers import TWO_FEATURE_LAYERS
 
 BATCH = 4
 
@@ -20,7 +21,6 @@ _ENCODER: dict[str, Any] = {
 }
 # Arguments that the configurations of transformers take and do not declare.
 _THREE_LABELS: dict[str, Any] = {"num_labels": 3}
-_TWO_FEATURE_LAYERS: dict[str, Any] = {"num_feat_extract_layers": 2}
 _IMAGE: dict[str, Any] = {**_ENCODER, "image_size": 16, "patch_size": 8}
 
 
@@ -116,7 +116,7 @@ def wav2vec2() -> Made:
     """Raw sound."""
     config = transformers.Wav2Vec2Config(
         **_ENCODER, vocab_size=16, conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4),
-        **_TWO_FEATURE_LAYERS, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        **TWO_FEATURE_LAYERS, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
         apply_spec_augment=False, layerdrop=0.0, classifier_proj_size=16,
     )  # fmt: skip
     model = transformers.Wav2Vec2ForSequenceClassification(config)

@@ -9,37 +9,23 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.zoo.examples import Made
-
-VOCABULARY, LENGTH, BATCH = 64, 8, 4
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_TWO_FEATURE_LAYERS: dict[str, Any] = {"num_feat_extract_layers": 2}
-_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _causal(name: str, **options: Any) -> Made:
-    """A model that says the next token."""
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, "use_cache": False, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
-    return model.train(), (), {"input_ids": ids, "labels": ids.clone()}, None, None
+from benchmarks.zoo.small_transformers import (
+    BATCH,
+    LENGTH,
+    NO_DROPOUT,
+    SIZES,
+    TWO_FEATURE_LAYERS,
+    VOCABULARY,
+    causal,
+    some_ids,
+)
 
 
 def _masked(name: str, length: int = LENGTH, **options: Any) -> Made:
     """An encoder that says tokens."""
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **options})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     model = getattr(transformers, f"{name}ForMaskedLM")(config)
-    ids = torch.randint(3, VOCABULARY, (BATCH, length))
+    ids = some_ids(length)
     return model.train(), (), {"input_ids": ids, "labels": ids.clone()}, None, None
 
 
@@ -54,19 +40,19 @@ def _seen(model: nn.Module, size: int = 16) -> Made:
 
 def mamba2() -> Made:
     """State spaces by blocks."""
-    return _causal(
+    return causal(
         "Mamba2", state_size=4, expand=2, num_heads=8, head_dim=8, n_groups=2, chunk_size=4
     )
 
 
 def falcon_mamba() -> Made:
     """Selective scans with norms."""
-    return _causal("FalconMamba", state_size=4, expand=2, time_step_rank=4)
+    return causal("FalconMamba", state_size=4, expand=2, time_step_rank=4)
 
 
 def qwen3_next() -> Made:
     """Gated delta rules beside gated attention, and experts."""
-    return _causal(
+    return causal(
         "Qwen3Next", num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_value_heads=4,
         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -76,7 +62,7 @@ def qwen3_next() -> Made:
 
 def jamba() -> Made:
     """Scans, attention and experts in turns."""
-    return _causal(
+    return causal(
         "Jamba", num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, mamba_d_state=4,
         mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
         expert_layer_offset=1, use_mamba_kernels=False,
@@ -85,7 +71,7 @@ def jamba() -> Made:
 
 def bamba() -> Made:
     """State spaces by blocks beside attention."""
-    return _causal(
+    return causal(
         "Bamba", num_key_value_heads=2, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1,
         mamba_d_state=4, mamba_chunk_size=4, attn_layer_indices=[1],
     )  # fmt: skip
@@ -93,7 +79,7 @@ def bamba() -> Made:
 
 def recurrent_gemma() -> Made:
     """Gated recurrences and local attention."""
-    return _causal(
+    return causal(
         "RecurrentGemma", num_key_value_heads=1, lru_width=32, attention_window_size=4,
         block_types=("recurrent", "attention"),
     )  # fmt: skip
@@ -101,17 +87,17 @@ def recurrent_gemma() -> Made:
 
 def granite_moe() -> Made:
     """Granite with experts."""
-    return _causal("GraniteMoe", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    return causal("GraniteMoe", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
 
 
 def phi_moe() -> Made:
     """Two of four experts, one after the other."""
-    return _causal("Phimoe", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    return causal("Phimoe", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
 
 
 def dbrx() -> Made:
     """Experts whose weights lie together."""
-    return _causal(
+    return causal(
         "Dbrx", d_model=32, n_heads=4, n_layers=2, max_seq_len=32,
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2,
@@ -121,7 +107,7 @@ def dbrx() -> Made:
 
 def deepseek_v2() -> Made:
     """Latent attention, and gates that are not normalised."""
-    return _causal(
+    return causal(
         "DeepseekV2", num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=12,
         qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
@@ -131,7 +117,7 @@ def deepseek_v2() -> Made:
 
 def glm4_moe() -> Made:
     """A shared expert and sigmoid gates."""
-    return _causal(
+    return causal(
         "Glm4Moe", num_key_value_heads=2, head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=16, first_k_dense_replace=1, n_group=1, topk_group=1,
     )  # fmt: skip
@@ -139,42 +125,42 @@ def glm4_moe() -> Made:
 
 def smollm3() -> Made:
     """Every other layer without positions."""
-    return _causal("SmolLM3", num_key_value_heads=2, no_rope_layer_interval=2)
+    return causal("SmolLM3", num_key_value_heads=2, no_rope_layer_interval=2)
 
 
 def cohere2() -> Made:
     """Sliding windows, and layers without positions."""
-    return _causal("Cohere2", num_key_value_heads=2, sliding_window=4, head_dim=8)
+    return causal("Cohere2", num_key_value_heads=2, sliding_window=4, head_dim=8)
 
 
 def olmo3() -> Made:
     """Windows and norms behind the blocks."""
-    return _causal("Olmo3", num_key_value_heads=2, sliding_window=4)
+    return causal("Olmo3", num_key_value_heads=2, sliding_window=4)
 
 
 def helium() -> Made:
     """Neighbouring features rotated."""
-    return _causal("Helium", num_key_value_heads=2, head_dim=8)
+    return causal("Helium", num_key_value_heads=2, head_dim=8)
 
 
 def biogpt() -> Made:
     """Embeddings scaled, positions learned."""
-    return _causal("BioGpt", **_NO_DROPOUT)
+    return causal("BioGpt", **NO_DROPOUT)
 
 
 def xglm() -> Made:
     """Sines for positions."""
-    return _causal("XGLM", d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, dropout=0.0)
+    return causal("XGLM", d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, dropout=0.0)
 
 
 def codegen() -> Made:
     """Projections by parts of the heads."""
-    return _causal("CodeGen", n_embd=32, n_layer=2, n_head=4, n_positions=32, rotary_dim=4)
+    return causal("CodeGen", n_embd=32, n_layer=2, n_head=4, n_positions=32, rotary_dim=4)
 
 
 def ctrl() -> Made:
     """Sines for positions, and a mask in a buffer."""
-    return _causal(
+    return causal(
         "CTRL", n_embd=32, n_layer=2, n_head=4, n_positions=32, dff=48, resid_pdrop=0.0,
         embd_pdrop=0.0,
     )  # fmt: skip
@@ -186,7 +172,7 @@ def xlnet() -> Made:
         vocab_size=VOCABULARY, d_model=32, n_layer=2, n_head=4, d_inner=48, dropout=0.0
     )
     model = transformers.XLNetForSequenceClassification(config)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+    ids = some_ids()
     return model.train(), (), {"input_ids": ids, "labels": torch.tensor([0, 1, 0, 1])}, None, None
 
 
@@ -197,7 +183,7 @@ def funnel() -> Made:
         hidden_dropout=0.0, attention_dropout=0.0, num_decoder_layers=1, initializer_std=0.02,
     )  # fmt: skip
     model = transformers.FunnelForMaskedLM(config)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+    ids = some_ids()
     return model.train(), (), {"input_ids": ids, "labels": ids.clone()}, None, None
 
 
@@ -205,13 +191,13 @@ def deberta() -> Made:
     """Attention to distances, the first kind."""
     return _masked(
         "Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"], type_vocab_size=0,
-        **_NO_DROPOUT,
+        **NO_DROPOUT,
     )  # fmt: skip
 
 
 def mpnet() -> Made:
     """Biases of distances."""
-    return _masked("MPNet", **_NO_DROPOUT)
+    return _masked("MPNet", **NO_DROPOUT)
 
 
 def xlm() -> Made:
@@ -221,23 +207,23 @@ def xlm() -> Made:
         dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     model = transformers.XLMForSequenceClassification(config)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+    ids = some_ids()
     return model.train(), (), {"input_ids": ids, "labels": torch.tensor([0, 1, 0, 1])}, None, None
 
 
 def longformer() -> Made:
     """Windows by strides, and tokens that all look at."""
-    return _masked("Longformer", 16, attention_window=[4, 4], **_NO_DROPOUT)
+    return _masked("Longformer", 16, attention_window=[4, 4], **NO_DROPOUT)
 
 
 def bigbird() -> Made:
     """Full attention of the sparse kind."""
-    return _masked("BigBird", attention_type="original_full", **_NO_DROPOUT)
+    return _masked("BigBird", attention_type="original_full", **NO_DROPOUT)
 
 
 def convbert() -> Made:
     """Convolutions of spans beside attention."""
-    return _masked("ConvBert", embedding_size=16, conv_kernel_size=3, **_NO_DROPOUT)
+    return _masked("ConvBert", embedding_size=16, conv_kernel_size=3, **NO_DROPOUT)
 
 
 def fnet() -> Made:
@@ -252,7 +238,7 @@ def esm() -> Made:
         position_embedding_type="rotary",
         mask_token_id=3,
         token_dropout=False,
-        **_NO_DROPOUT,
+        **NO_DROPOUT,
     )
 
 
@@ -264,7 +250,7 @@ def perceiver() -> Made:
         max_position_embeddings=LENGTH, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = transformers.PerceiverForMaskedLM(config)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+    ids = some_ids()
     return model.train(), (), {"inputs": ids, "labels": ids.clone()}, None, None
 
 
@@ -364,7 +350,7 @@ def vivit() -> Made:
     """Tubes of videos."""
     config = transformers.VivitConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        image_size=16, num_frames=4, tubelet_size=[2, 8, 8], **_NO_DROPOUT,
+        image_size=16, num_frames=4, tubelet_size=[2, 8, 8], **NO_DROPOUT,
     )  # fmt: skip
     model = transformers.VivitForVideoClassification(config)
     batch = {
@@ -378,7 +364,7 @@ def hubert() -> Made:
     """Raw sound, with norms of groups."""
     config = transformers.HubertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), **_TWO_FEATURE_LAYERS,
+        conv_dim=(8, 8), conv_stride=(4, 2), conv_kernel=(8, 4), **TWO_FEATURE_LAYERS,
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
         layerdrop=0.0, classifier_proj_size=16,
     )  # fmt: skip

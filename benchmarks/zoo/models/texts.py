@@ -8,41 +8,23 @@ import torch
 import transformers
 
 from benchmarks.zoo.examples import Made
-
-VOCABULARY, LENGTH, BATCH = 64, 8, 4
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_NO_DROPOUT: dict[str, float] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _ids() -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (BATCH, LENGTH))
-
-
-def _causal(name: str, **options: Any) -> Made:
-    """A model that says the next token."""
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, "use_cache": False, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    ids = _ids()
-    return model.train(), (), {"input_ids": ids, "labels": ids.clone()}, None, None
+from benchmarks.zoo.small_transformers import (
+    BATCH,
+    LENGTH,
+    NO_DROPOUT,
+    SIZES,
+    VOCABULARY,
+    causal,
+    some_ids,
+)
 
 
 def _headed(name: str, head: str, **options: Any) -> Made:
     """An encoder with some head."""
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **options})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     model = getattr(transformers, f"{name}{head}")(config)
-    labels = torch.randint(2, (BATCH,)) if "Sequence" in head else _ids()
-    return model.train(), (), {"input_ids": _ids(), "labels": labels}, None, None
+    labels = torch.randint(2, (BATCH,)) if "Sequence" in head else some_ids()
+    return model.train(), (), {"input_ids": some_ids(), "labels": labels}, None, None
 
 
 def _sequences(name: str, **options: Any) -> Made:
@@ -50,17 +32,17 @@ def _sequences(name: str, **options: Any) -> Made:
     config = getattr(transformers, f"{name}Config")(**options)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     model.config.use_cache = False
-    return model.train(), (), {"input_ids": _ids(), "labels": _ids()}, None, None
+    return model.train(), (), {"input_ids": some_ids(), "labels": some_ids()}, None, None
 
 
 def gpt2() -> Made:
     """With its dropout."""
-    return _causal("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    return causal("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32)
 
 
 def gpt_neo() -> Made:
     """Local and global attention in turns."""
-    return _causal(
+    return causal(
         "GPTNeo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
         window_size=4,
     )  # fmt: skip
@@ -68,47 +50,47 @@ def gpt_neo() -> Made:
 
 def gpt_neox() -> Made:
     """Attention and network side by side."""
-    return _causal("GPTNeoX")
+    return causal("GPTNeoX")
 
 
 def gpt_j() -> Made:
     """Rotary embeddings of neighbouring features."""
-    return _causal("GPTJ", n_embd=32, n_layer=2, n_head=4, n_positions=32, rotary_dim=4)
+    return causal("GPTJ", n_embd=32, n_layer=2, n_head=4, n_positions=32, rotary_dim=4)
 
 
 def opt() -> Made:
     """Learned positions behind an offset."""
-    return _causal("OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
+    return causal("OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
 
 
 def bloom() -> Made:
     """Positions as biases of attention."""
-    return _causal("Bloom", n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
+    return causal("Bloom", n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def falcon() -> Made:
     """One key for all heads."""
-    return _causal("Falcon")
+    return causal("Falcon")
 
 
 def mpt() -> Made:
     """Biases of attention from slopes."""
-    return _causal("Mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=32, expansion_ratio=2)
+    return causal("Mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=32, expansion_ratio=2)
 
 
 def phi() -> Made:
     """Rotary embeddings of a part of the features."""
-    return _causal("Phi")
+    return causal("Phi")
 
 
 def phi3() -> Made:
     """Fused projections."""
-    return _causal("Phi3", num_key_value_heads=2)
+    return causal("Phi3", num_key_value_heads=2)
 
 
 def llama() -> Made:
     """Grouped keys."""
-    return _causal("Llama", num_key_value_heads=2)
+    return causal("Llama", num_key_value_heads=2)
 
 
 def llama_bfloat16() -> Made:
@@ -126,72 +108,72 @@ def llama_padded() -> Made:
 
 def mistral() -> Made:
     """A sliding window."""
-    return _causal("Mistral", num_key_value_heads=2, sliding_window=4)
+    return causal("Mistral", num_key_value_heads=2, sliding_window=4)
 
 
 def qwen2() -> Made:
     """Biases of queries, keys and values."""
-    return _causal("Qwen2", num_key_value_heads=2)
+    return causal("Qwen2", num_key_value_heads=2)
 
 
 def qwen3() -> Made:
     """Norms of queries and keys."""
-    return _causal("Qwen3", num_key_value_heads=2, head_dim=8)
+    return causal("Qwen3", num_key_value_heads=2, head_dim=8)
 
 
 def gemma() -> Made:
     """Large heads."""
-    return _causal("Gemma", num_key_value_heads=2, head_dim=16)
+    return causal("Gemma", num_key_value_heads=2, head_dim=16)
 
 
 def gemma2() -> Made:
     """Scores and logits held down by tanh."""
-    return _causal("Gemma2", num_key_value_heads=2, head_dim=16, sliding_window=4)
+    return causal("Gemma2", num_key_value_heads=2, head_dim=16, sliding_window=4)
 
 
 def gemma3() -> Made:
     """Local layers with rotary embeddings of their own."""
-    return _causal("Gemma3Text", num_key_value_heads=2, head_dim=16, sliding_window=4)
+    return causal("Gemma3Text", num_key_value_heads=2, head_dim=16, sliding_window=4)
 
 
 def olmo2() -> Made:
     """Norms behind the blocks."""
-    return _causal("Olmo2", num_key_value_heads=2)
+    return causal("Olmo2", num_key_value_heads=2)
 
 
 def cohere() -> Made:
     """Norms without biases."""
-    return _causal("Cohere", num_key_value_heads=2)
+    return causal("Cohere", num_key_value_heads=2)
 
 
 def stablelm() -> Made:
     """Layer norms and a part of the features rotated."""
-    return _causal("StableLm", num_key_value_heads=2)
+    return causal("StableLm", num_key_value_heads=2)
 
 
 def starcoder2() -> Made:
     """Grouped keys and a plain network."""
-    return _causal("Starcoder2", num_key_value_heads=2)
+    return causal("Starcoder2", num_key_value_heads=2)
 
 
 def granite() -> Made:
     """Llama with multipliers."""
-    return _causal("Granite", num_key_value_heads=2)
+    return causal("Granite", num_key_value_heads=2)
 
 
 def glm() -> Made:
     """Half of the features rotated."""
-    return _causal("Glm", num_key_value_heads=2, head_dim=8)
+    return causal("Glm", num_key_value_heads=2, head_dim=8)
 
 
 def nemotron() -> Made:
     """Squares of rectified units, norms with one added."""
-    return _causal("Nemotron", num_key_value_heads=2)
+    return causal("Nemotron", num_key_value_heads=2)
 
 
 def mixtral() -> Made:
     """Two of four experts."""
-    return _causal(
+    return causal(
         "Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
         sliding_window=None,
     )  # fmt: skip
@@ -199,7 +181,7 @@ def mixtral() -> Made:
 
 def qwen3_moe() -> Made:
     """Gates that are not normalised."""
-    return _causal(
+    return causal(
         "Qwen3Moe", num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=16, norm_topk_prob=False,
     )  # fmt: skip
@@ -207,7 +189,7 @@ def qwen3_moe() -> Made:
 
 def deepseek_v3() -> Made:
     """Latent attention, a shared expert, routing by groups."""
-    return _causal(
+    return causal(
         "DeepseekV3", num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
         topk_group=1, moe_intermediate_size=16, q_lora_rank=16, kv_lora_rank=12,
         qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
@@ -216,7 +198,7 @@ def deepseek_v3() -> Made:
 
 def gpt_oss() -> Made:
     """Sinks of attention."""
-    return _causal(
+    return causal(
         "GptOss", num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
         sliding_window=4,
     )  # fmt: skip
@@ -224,7 +206,7 @@ def gpt_oss() -> Made:
 
 def llama4() -> Made:
     """A shared expert and one of four."""
-    return _causal(
+    return causal(
         "Llama4Text", num_key_value_heads=2, head_dim=8, num_local_experts=4,
         intermediate_size_mlp=48, attention_chunk_size=4,
     )  # fmt: skip
@@ -232,22 +214,22 @@ def llama4() -> Made:
 
 def olmoe() -> Made:
     """Norms of queries and keys, and experts."""
-    return _causal("Olmoe", num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+    return causal("Olmoe", num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
 
 
 def mamba() -> Made:
     """Selective scans."""
-    return _causal("Mamba", state_size=4, expand=2, time_step_rank=4)
+    return causal("Mamba", state_size=4, expand=2, time_step_rank=4)
 
 
 def rwkv() -> Made:
     """Linear attention as a recurrence."""
-    return _causal("Rwkv", attention_hidden_size=32, context_length=32)
+    return causal("Rwkv", attention_hidden_size=32, context_length=32)
 
 
 def bert() -> Made:
     """Masked tokens."""
-    return _headed("Bert", "ForMaskedLM", **_NO_DROPOUT)
+    return _headed("Bert", "ForMaskedLM", **NO_DROPOUT)
 
 
 def bert_classifier() -> Made:
@@ -257,17 +239,17 @@ def bert_classifier() -> Made:
 
 def roberta() -> Made:
     """Positions counted from tokens that are no padding."""
-    return _headed("Roberta", "ForMaskedLM", **_NO_DROPOUT)
+    return _headed("Roberta", "ForMaskedLM", **NO_DROPOUT)
 
 
 def albert() -> Made:
     """One layer, many times."""
-    return _headed("Albert", "ForMaskedLM", embedding_size=16, **_NO_DROPOUT)
+    return _headed("Albert", "ForMaskedLM", embedding_size=16, **NO_DROPOUT)
 
 
 def electra() -> Made:
     """Tokens that were replaced are found."""
-    made = _headed("Electra", "ForPreTraining", embedding_size=16, **_NO_DROPOUT)
+    made = _headed("Electra", "ForPreTraining", embedding_size=16, **NO_DROPOUT)
     labels = torch.randint(2, (BATCH, LENGTH))
     return made[0], made[1], {**made[2], "labels": labels}, None, None
 
@@ -276,7 +258,7 @@ def deberta_v2() -> Made:
     """Attention to distances."""
     return _headed(
         "DebertaV2", "ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"],
-        **_NO_DROPOUT,
+        **NO_DROPOUT,
     )  # fmt: skip
 
 
