@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stratagem.executor.optimizers.measuring import Measuring, Placed
-from stratagem.executor.optimizers.stepping import Alike, cast, in_one_piece
+from stratagem.executor.optimizers.measuring import Placed, UnlikeStates, worked_on
+from stratagem.executor.optimizers.stepping import Alike
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.simulator.kernel_times.training import AVERAGE
+from stratagem.simulator.kernel_times.training import AVERAGE, Training
 
 ROW, COLUMN, SQUARE = "row", "column", "square"
 """What is kept of squares: of what has two dims or more both means, of others each element's."""
 
 
-class Adafactor(Measuring):
+class Adafactor(UnlikeStates):
     """Shazeer and Stern 2018, without momentum and with a given rate, as `torch.optim.Adafactor`.
 
     p −= α · u / max(1, rms(u) / d), with u = g / √v̂, v̂ = rows ⊗ columns / mean(rows), and α =
@@ -32,11 +32,10 @@ class Adafactor(Measuring):
 
     rounds = 2
 
-    def __init__(self, *given: object) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
         self.squares: dict[str, Tensor] = {}
         self.lengths: dict[str, Tensor] = {}
-        self._kept: dict[str, dict[str, Tensor]] = {}
         self._learned: dict[str, Placed] = {}
 
     def count(self, number: int, shape: Sequence[int]) -> int:
@@ -74,7 +73,7 @@ class Adafactor(Measuring):
     def _sums(self, change: GradientChange) -> Tensor:
         """The square of a part of a parameter, and those of its gradient by rows and columns."""
         placed = self._learned[change.name] = self.placed(change)
-        worked, gradient = _worked(change)
+        worked, gradient = worked_on(change)
         kept = self._states_of(change.name, worked)
         square = worked.double().square().sum().view(1)
         if len(placed.shape) < 2:
@@ -93,7 +92,7 @@ class Adafactor(Measuring):
         return torch.cat([square, rows.flatten(), columns.flatten()])
 
     def _length(self, change: GradientChange) -> Tensor:
-        worked, gradient = _worked(change)
+        worked, gradient = worked_on(change)
         return self._ahead(change.name, worked, gradient).double().square().sum().view(1)
 
     def _step(self, alike: Alike) -> None:
@@ -143,25 +142,6 @@ class Adafactor(Measuring):
             if self.training.average:
                 kept[AVERAGE] = torch.zeros_like(parameter)
         return self._kept[name]
-
-    def averages(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """See `Stepping.averages`."""
-        return [self._kept[name][AVERAGE] for name in names]
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """See `Optimizer.state`; means of rows and columns are those of the whole parameter."""
-        return dict(self._kept.get(name, {}))
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self._kept[name] = {what: each.contiguous() for what, each in state.items()}
-        self._updates[name] = updates
-
-
-def _worked(change: GradientChange) -> tuple[Tensor, Tensor]:
-    """A part of a parameter and its gradient in its dtype, each in one piece."""
-    worked = in_one_piece([change.parameter])
-    return worked[0], in_one_piece(cast([change], worked))[0]
 
 
 def _factors(placed: Placed, dim: int) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stratagem.executor.optimizers.measuring import Measuring
-from stratagem.executor.optimizers.stepping import Alike, cast, in_one_piece
+from stratagem.executor.optimizers.measuring import UnlikeStates, worked_on
+from stratagem.executor.optimizers.stepping import Alike
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.quantised_states import SCALES
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
@@ -19,7 +19,7 @@ from stratagem.simulator.kernel_times.training import AVERAGE, Training
 MEANS = ("mean", "square")
 
 
-class EightBitAdam(Measuring):
+class EightBitAdam(UnlikeStates):
     """Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", as torchao has it.
 
     Elements of a whole parameter, in order, make blocks. Of a mean, a block keeps its largest
@@ -36,7 +36,6 @@ class EightBitAdam(Measuring):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._kept: dict[str, dict[str, Tensor]] = {}
         self._largest: dict[str, Tensor] = {}
         self._block_of: dict[str, Tensor] = {}
 
@@ -54,11 +53,10 @@ class EightBitAdam(Measuring):
         self._largest = dict(found)
 
     def _measured(self, change: GradientChange) -> Tensor:
-        worked = in_one_piece([change.parameter])
-        (gradient,) = in_one_piece(cast([change], worked))
-        self._states_of(change, worked[0])
+        worked, gradient = worked_on(change)
+        self._states_of(change, worked)
         blocks = self._blocks(change.name)
-        made = worked[0].new_zeros(2 * blocks.number, dtype=self.dtype)
+        made = worked.new_zeros(2 * blocks.number, dtype=self.dtype)
         if blocks.of is not None:
             for means, largest in zip(
                 self._ahead(change.name, gradient), made.chunk(2), strict=True
@@ -125,19 +123,6 @@ class EightBitAdam(Measuring):
                 kept[SCALES[what]] = torch.zeros(count, device=parameter.device)
         if self.training.average:
             kept[AVERAGE] = torch.zeros_like(parameter)
-
-    def averages(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """See `Stepping.averages`."""
-        return [self._kept[name][AVERAGE] for name in names]
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """See `Optimizer.state`; what is kept of blocks is of all of the parameter's."""
-        return dict(self._kept.get(name, {}))
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self._kept[name] = {what: each.contiguous() for what, each in state.items()}
-        self._updates[name] = updates
 
 
 class _Blocks(NamedTuple):

@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from stratagem.executor.optimizers.stepping import Stepping
+from stratagem.executor.optimizers.stepping import Stepping, cast, in_one_piece
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.kernel_times.training import AVERAGE, Training
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, box_elements
 
 
@@ -133,3 +133,30 @@ class Measuring(Stepping):
     def _begin(self, changes: Sequence[GradientChange]) -> None:
         """Count updates."""
         super()._count(changes)
+
+
+class UnlikeStates(Measuring):
+    """What is kept of a parameter depends on its shape; some of it is of whole parameters."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._kept: dict[str, dict[str, Tensor]] = {}
+
+    def averages(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """See `Stepping.averages`."""
+        return [self._kept[name][AVERAGE] for name in names]
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """See `Optimizer.state`; what is kept of whole parameters is whole on every rank."""
+        return dict(self._kept.get(name, {}))
+
+    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
+        """See `Optimizer.load`."""
+        self._kept[name] = {what: each.contiguous() for what, each in state.items()}
+        self._updates[name] = updates
+
+
+def worked_on(change: GradientChange) -> tuple[Tensor, Tensor]:
+    """A part of a parameter and its gradient in its dtype, each in one piece."""
+    worked = in_one_piece([change.parameter])
+    return worked[0], in_one_piece(cast([change], worked))[0]
