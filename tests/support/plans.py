@@ -63,6 +63,13 @@ def make_case(model: nn.Module, **batch: Tensor) -> Case:
     return Case(model, batch, capture(model, (), batch))
 
 
+def double(case: Case) -> Case:
+    """A model and its batch in float64."""
+    model = copy.deepcopy(case.model).double()
+    batch = {k: x.double() if x.is_floating_point() else x for k, x in case.batch.items()}
+    return make_case(model, **batch)
+
+
 def _again(build: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> Case:
     """A model as it begins, and its graph, captured once: a graph is not changed by a run."""
     return Case(*build(), _graph_of(build))

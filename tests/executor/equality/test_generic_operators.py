@@ -20,6 +20,7 @@ from stratagem.simulator.torch_ops.generic.ties import find_ties
 from stratagem.simulator.torch_ops.generic.trials import OperandShape
 from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
 from stratagem.simulator.torch_ops.kernels.shards import whole
+from tests.support.operators.torch_operators import OPERATORS, case_of
 from tests.support.plans import (
     Case,
     assert_equal_to_torch,
@@ -28,7 +29,6 @@ from tests.support.plans import (
     make_plan,
     sharding,
 )
-from tests.support.torch_operators import OPERATORS, case_of
 
 torch.set_num_threads(1)
 

@@ -22,6 +22,7 @@ from stratagem.simulator.kernel_times.quantised_states import Blocks
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.plans import (
     Case,
+    double,
     drawing,
     make_case,
     make_plan,
@@ -36,12 +37,6 @@ from tests.support.plans import (
 torch.set_num_threads(1)
 
 STEPS = 4
-
-
-def double(case: Case) -> Case:
-    model = copy.deepcopy(case.model).double()
-    batch = {k: x.double() if x.is_floating_point() else x for k, x in case.batch.items()}
-    return make_case(model, **batch)
 
 
 class Convolved(nn.Module):

@@ -19,8 +19,8 @@ from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
 from tests.support.plans import (
     Case,
+    double,
     drawing,
-    make_case,
     make_plan,
     mlp_case,
     random_plan,
@@ -85,12 +85,6 @@ def trained(
             scheduler.step()
         losses.append(float(loss.detach()))
     return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def double(case: Case) -> Case:
-    model = copy.deepcopy(case.model).double()
-    batch = {k: x.double() if x.is_floating_point() else x for k, x in case.batch.items()}
-    return make_case(model, **batch)
 
 
 def assert_same(

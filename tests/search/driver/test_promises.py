@@ -23,7 +23,7 @@ from stratagem.searcher.space.skeletons import Skeleton, stage_meshes
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.searcher.stage_dp.candidates import candidates
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
-from stratagem.simulator.graph.models import gpt, llama, mlp, nmt
+from stratagem.simulator.graph.models import gpt, mlp, nmt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Placement, Shard
 from stratagem.simulator.hardware.cluster import Cluster
@@ -34,6 +34,7 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.idle_devices import vain_devices
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.search.moves.test_anneal import small_llama
 from tests.support.examples import examples
 
 NOISE = 0.002
@@ -549,10 +550,7 @@ def test_a_result_says_which_devices_it_does_not_need() -> None:
 @pytest.mark.slow
 def test_a_pipeline_that_no_microbatches_fill_is_found() -> None:
     """Its ranks wait for one another, but what a small model takes is launches and messages."""
-    graph = llama(
-        num_layers=2, hidden=128, num_heads=4, num_kv_heads=2, ffn=256, vocabulary=512,
-        sequence=32, batch=21,
-    )  # fmt: skip
+    graph = small_llama()
     cluster = Cluster.preset("p3.16xlarge", num_nodes=1, devices_per_node=4)
     schedules = ("zb-h1", "1f1b")
     free = quick(graph, cluster, schedule=schedules)

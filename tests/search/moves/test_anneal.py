@@ -43,6 +43,14 @@ def tiny_gpt() -> OperatorGraph:
     return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
+def small_llama() -> OperatorGraph:
+    """Whose plans lie far apart where memory is tight: between two that fit are others."""
+    return llama(
+        num_layers=2, hidden=128, num_heads=4, num_kv_heads=2, ffn=256, vocabulary=512,
+        sequence=32, batch=21,
+    )  # fmt: skip
+
+
 def tight(cluster: Cluster, gib: float) -> Cluster:
     """A cluster whose devices have so little memory that some plans do not fit."""
     device = replace(cluster.device_types[0], memory_gib=gib, reserved_gib=0)
@@ -162,10 +170,7 @@ def test_a_chain_weighs_what_is_over_the_memory_as_its_course_has_it() -> None:
 
 def test_chains_that_cross_plans_that_do_not_fit_come_further() -> None:
     """Those with the whole weight from the first stayed near their starts, however long."""
-    graph = llama(
-        num_layers=2, hidden=128, num_heads=4, num_kv_heads=2, ffn=256, vocabulary=512,
-        sequence=32, batch=21,
-    )  # fmt: skip
+    graph = small_llama()
     base = Cluster.preset("p3.16xlarge", num_nodes=1, devices_per_node=4)
     base = replace(base, calibration=replace(base.calibration, reserved_gib=0.0))
     mesh = DeviceMesh((MeshAxis("outer", 2), MeshAxis("inner", 2)), (0, 1, 2, 3))
