@@ -42,8 +42,7 @@ class Adafactor(UnlikeStates):
         """See `Measuring.count`: one, and in the first round those of rows and columns."""
         if number or len(shape) < 2:
             return 1
-        elements = math.prod(shape)
-        return 1 + elements // shape[-1] + elements // shape[-2]
+        return 1 + self.training.adafactor.means(shape)
 
     def measure(self, number: int, changes: Sequence[GradientChange]) -> list[Tensor]:
         """See `Measuring.measure`."""

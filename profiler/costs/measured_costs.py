@@ -69,10 +69,6 @@ class Timings(Protocol):
         ...
 
 
-def _alike(operator: Operator) -> dict[str, Any]:
-    return {key: value for key, value in operator.attributes.items() if key != LOADS}
-
-
 class MeasuredCosts(SavedValue):
     """Costs from a timing cache, over a fallback for what was not measured.
 
@@ -169,7 +165,8 @@ class MeasuredCosts(SavedValue):
             return self._fallback.operator_cost(operator, sizes, direction, training, device)
         if LOADS in operator.attributes:
             # Mixtures are timed with experts that are chosen alike.
-            alike = replace(operator, attributes=_alike(operator))
+            attributes = {key: x for key, x in operator.attributes.items() if key != LOADS}
+            alike = replace(operator, attributes=attributes)
             cost = self.operator_cost(alike, sizes, direction, training, device)
             share = filled_share(operator, sizes) / filled_share(alike, sizes)
             return replace(cost, seconds=cost.seconds * share)

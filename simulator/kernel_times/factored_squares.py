@@ -22,7 +22,7 @@ class FactoredSquares:
         threshold: root mean square beyond which a step is made shorter.
 
     Raises:
-        ValueError: a decay above 0, or another setting that is not above 0.
+        ValueError: a decay above 0, an epsilon or scale below, or a threshold that is not above.
     """
 
     decay: float = -0.8
@@ -34,7 +34,8 @@ class FactoredSquares:
         if self.decay > 0 or self.scale < 0 or self.threshold <= 0 or (self.epsilon or 0) < 0:
             raise ValueError(
                 f"Adafactor: decay is {self.decay}, epsilon {self.epsilon}, scale {self.scale} "
-                f"and threshold {self.threshold}; decay must be 0 or less, all others more than 0"
+                f"and threshold {self.threshold}; decay must be 0 or less, epsilon and scale 0 or "
+                "more, the threshold above 0"
             )
 
     def means(self, shape: Sequence[int]) -> int:
