@@ -27,6 +27,9 @@ STARTS_OF_KIND = 2
 """Plans of a kind, of different cuts, that are refined: single changes may end before the best."""
 KIND_SLACK = 1.5
 """Kinds whose best plan takes more than so many times the best of all are left alone."""
+MOST_ANEW, ANEW_SLACK = 4, 1.05
+"""So many plans at most have neighbours that choose anew: those that take at most so many times
+the best of all."""
 MOST_WALKED, WALKED_OPERATORS = 16, 6_000
 """Skeletons that a walk has priced: so many at most, or fewer of a larger model."""
 WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
@@ -57,7 +60,7 @@ class Improver:
         self._space, self._incumbent, self._notes = space, incumbent, notes
         self._neighbourhood, self._workers = neighbourhood, workers
         self._refining: dict[Skeleton, WorkPart[Refined]] = {}
-        self._descended: set[tuple[Skeleton, float]] = set()
+        self._descended: set[object] = set()
 
     def begin_refining(self, listed: Sequence[SkeletonEntry]) -> None:
         """Have the first pipelines refined by whoever is free: `refine` may need them.
@@ -97,7 +100,7 @@ class Improver:
                 found[k] = self._take_refined(listed[k].skeleton, refined)
         return found
 
-    def descend(self, stop: Callable[[], bool]) -> list[SkeletonEntry]:
+    def descend(self, stop: Callable[[], bool], evaluations: int = 0) -> list[SkeletonEntry]:
         """Refine the best plan of all, and the best pipelines of kinds that are not far from it.
 
         Kinds differ in their schedule, their numbers of stages and microbatches, or in the devices
@@ -106,25 +109,33 @@ class Improver:
 
         Args:
             stop: asked before each is awaited.
+            evaluations: of a chain on each neighbour, where none is better as it is.
 
         Returns:
             The skeletons that were come to, the best first.
         """
         most = affordable(MOST_REFINED, REFINED_OPERATORS, self._space.num_operators)
-        starts = [s for s in self._kinds() if (s[0], s[1].step_time) not in self._descended]
+
+        def key(skeleton: Skeleton, seconds: float) -> object:
+            return skeleton, seconds, evaluations
+
+        starts = self._kinds()
+        if evaluations:
+            near = ANEW_SLACK * min((best.step_time for _, best in starts), default=0.0)
+            starts = [s for s in starts if s[1].step_time <= near][:MOST_ANEW]
+        starts = [s for s in starts if key(s[0], s[1].step_time) not in self._descended]
+        names = self._neighbourhood.schedules
         parts = [
-            self._workers.part(
-                Sharpener.refine, skeleton, best.plan, self._neighbourhood.schedules, most
-            )
+            self._workers.part(Sharpener.refine, skeleton, best.plan, names, most, evaluations)
             for skeleton, best in starts
         ]
         found: dict[Skeleton, SkeletonEntry] = {}
         results = self._workers.results(parts, stop)
         for (skeleton, best), refined in zip(starts, results, strict=False):
-            self._descended.add((skeleton, best.step_time))
+            self._descended.add(key(skeleton, best.step_time))
             if refined.changes:
                 entry = self._take_refined(skeleton, refined)
-                self._descended.add((entry.skeleton, entry.best_time))
+                self._descended.add(key(entry.skeleton, entry.best_time))
                 found[entry.skeleton] = entry
         return sorted(found.values(), key=lambda entry: entry.rank)
 
@@ -136,11 +147,12 @@ class Improver:
         best = self._incumbent.best
         if best is None or not best.fits:
             return []
+        starts: list[tuple[Skeleton, Simulation]] = []
         known = [(e.skeleton, e.simulation) for e in self._space.entries if e.simulation]
         if not not_chosen_for(best.plan, self._space.situation.graph.fingerprint):
-            known.append((self._space.skeleton_of(best.plan), best))
+            starts.append((self._space.skeleton_of(best.plan), best))
         first: dict[object, dict[object, tuple[Skeleton, Simulation]]] = {}
-        for skeleton, simulation in sorted(known, key=lambda each: rank(each[1])):
+        for skeleton, simulation in sorted([*starts, *known], key=lambda each: rank(each[1])):
             if not simulation.fits or simulation.step_time > KIND_SLACK * best.step_time:
                 break
             if len(skeleton.stages) > 1:
@@ -148,10 +160,12 @@ class Improver:
                 if len(alike) < STARTS_OF_KIND:
                     alike.setdefault(skeleton.stages, (skeleton, simulation))
         most = affordable(KINDS, KINDS_OPERATORS, self._space.num_operators, least=REFINED)
-        starts = [list(alike.values()) for alike in first.values()]
-        return [alike[k] for k in range(STARTS_OF_KIND) for alike in starts if k < len(alike)][
-            :most
-        ]
+        kinds = [list(alike.values()) for alike in first.values()]
+        starts += [alike[k] for k in range(STARTS_OF_KIND) for alike in kinds if k < len(alike)]
+        distinct: dict[Skeleton, Simulation] = {}
+        for skeleton, simulation in starts:
+            distinct.setdefault(skeleton, simulation)
+        return list(distinct.items())[:most]
 
     def _take_refined(self, before: Skeleton, refined: Refined) -> SkeletonEntry:
         self._notes[f"refined {before}"] = "; ".join(refined.changes)

@@ -21,6 +21,7 @@ from stratagem.searcher.driver.skeleton_entries import (
     Space,
     first_policies,
     in_turn,
+    without_policy,
 )
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.driver.starting_plans import entry_of, propose
@@ -55,10 +56,15 @@ SHARED_OPERATORS = 100
 MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
 """Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
 least two for each skeleton that is searched."""
-NEARLY, MOST_NEARLY = 1.1, 16
-"""Of small models so many skeletons more are searched, with the least evaluations, where a plan
-was met that takes less than so many times the best, or none that fits: what those that do not fit
-take tells nothing of the others."""
+NEARLY, MOST_NEARLY, NEARLY_SHARE = 1.1, 16, 4
+"""Of small models so many skeletons more are searched, with a quarter of the least evaluations,
+where a plan was met that takes less than so many times the best, or none that fits: what those
+that do not fit take tells nothing of the others. So are those that recompute something else on the
+pipeline of the best."""
+
+MOST_DESCENTS, DESCENT_EVALUATIONS = 3, 2_000
+"""How often a search goes downhill at last. If the model is small, chains of so many plans
+choose anew on neighbours, what is come to is searched, and the search goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -192,14 +198,20 @@ class SearchCourse:
             self._past(WALKED),
             self._spend,
         )
-        chosen = _begun_by(own, walked)
+        chosen, least = _begun_by(own, walked), self.budget.least(self.space.num_operators)
         for number, entry in enumerate(chosen):
             spare = max(0, self.budget.evaluations - self.evaluations)
-            self._search_entry(entry, -(-spare // (len(chosen) - number)), number, len(chosen))
+            share = max(least, -(-spare // (len(chosen) - number)))
+            self._search_entry(entry, share, number, len(chosen))
             if self._time_is_up():
                 return StopReason.SECONDS
         self._search_nearly_as_good()
-        left -= self._bound_found(improver.descend(self._time_is_up), left)
+        anew = DESCENT_EVALUATIONS if least and self._is_small else 0
+        for _ in range(MOST_DESCENTS):
+            found = improver.descend(self._time_is_up, anew)
+            left -= self._bound_found(found, left)
+            if not self._search_found(found[:num_skeletons]):
+                break
         self._certify(left, work, self._time_is_up)
         return self._reason()
 
@@ -295,6 +307,7 @@ class SearchCourse:
         s, options, found = self.space.situation, self.space.options, []
         for candidate in plans:
             skeleton, choices = canonical(candidate.skeleton, candidate.choices, s.cluster)
+            skeleton = skeleton.named_first(self.space.schedules)
             plan = s.plan(skeleton, choices, name="inter-operator DP", options=options)
             simulation = s.simulate(plan)
             if self.incumbent.offer(simulation):
@@ -386,7 +399,6 @@ class SearchCourse:
         entry.fate = Fate.ANNEALED
         if np.isfinite(bound.score):
             starts.append(bound.choice)
-        evaluations = self.budget.on_skeleton(evaluations, self.space.num_operators)
         simulation = self._choose(problem, starts, evaluations, number)
         entry.know(simulation)
         if not self._time_is_up():
@@ -398,19 +410,41 @@ class SearchCourse:
 
         A search of fewer skeletons searches what comes behind the first few of this one.
         """
-        if self.space.num_operators >= SMALL_OPERATORS:
-            return
+        best = self.incumbent.best
+        like_best = None if best is None else without_policy(self.space.skeleton_of(best.plan))
         found = [
             entry
             for entry in sorted(self.space.entries, key=lambda entry: entry.promise)
             if entry.fate is Fate.BOUNDED
             and entry.met is not None
-            and (not entry.fits or entry.met[0].score < NEARLY * self.incumbent.time)
+            and (
+                not entry.fits
+                or entry.met[0].score < NEARLY * self.incumbent.time
+                or without_policy(entry.skeleton) == like_best
+            )
         ]
-        for number, entry in enumerate(found[:MOST_NEARLY]):
+        self._search_more(found[:MOST_NEARLY], NEARLY_SHARE)
+
+    def _search_found(self, found: Sequence[SkeletonEntry]) -> bool:
+        """Search skeletons that single changes led to; whether a better plan was found there."""
+        before = self.incumbent.time
+        self._search_more([e for e in found if e.best_time < NEARLY * before])
+        return self.incumbent.time < before
+
+    def _search_more(self, entries: Sequence[SkeletonEntry], part: int = 1) -> None:
+        """Search those of a small model that were not searched, each in a part of the least."""
+        if not self._is_small:
+            return
+        share = self.budget.least(self.space.num_operators) // part
+        more = [entry for entry in entries if entry.fate is not Fate.ANNEALED]
+        for number, entry in enumerate(more):
             if self._time_is_up():
                 return
-            self._search_entry(entry, 0, number, MOST_NEARLY)
+            self._search_entry(entry, share, number, len(more))
+
+    @property
+    def _is_small(self) -> bool:
+        return self.space.num_operators < SMALL_OPERATORS
 
     def _recall(self, entry: SkeletonEntry, known: Searched) -> None:
         """Take a skeleton as searched that was searched before this search was stopped."""

@@ -365,5 +365,10 @@ def first_policies(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
     """Of entries that differ in their policy only, the first."""
     first: dict[Skeleton, SkeletonEntry] = {}
     for entry in entries:
-        first.setdefault(replace(entry.skeleton, recompute="none"), entry)
+        first.setdefault(without_policy(entry.skeleton), entry)
     return list(first.values())
+
+
+def without_policy(skeleton: Skeleton) -> Skeleton:
+    """The same for all that differ in what they recompute only."""
+    return replace(skeleton, recompute="none")

@@ -19,6 +19,7 @@ from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.improvement.downhill import Refiner
 from stratagem.searcher.improvement.neighbours import (
     Move,
+    Neighbour,
     Neighbourhood,
     recomputing_more,
     register_move,
@@ -44,6 +45,7 @@ from stratagem.simulator.schedules.named_schedules import (
     registered_schedules,
 )
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord
+from stratagem.simulator.simulation.simulation import Simulation
 
 BOUND_ROUNDS = 12
 """Cutting planes of a skeleton's bound."""
@@ -240,11 +242,17 @@ class Sharpener:
                 schedules,
                 self._quick.computing,
                 self._constraints.allows_skeleton,
+                self._within,
             )
         return self._neighbourhoods[schedules]
 
     def refine(
-        self, skeleton: Skeleton, plan: Plan, schedules: tuple[str, ...], most: int
+        self,
+        skeleton: Skeleton,
+        plan: Plan,
+        schedules: tuple[str, ...],
+        most: int,
+        evaluations: int = 0,
     ) -> Refined:
         """Go downhill from a plan (see `Refiner`).
 
@@ -253,12 +261,17 @@ class Sharpener:
             plan: on it.
             schedules: that pipelines may run under.
             most: simulations.
+            evaluations: of a chain where choices are made anew; 0 leaves them.
         """
         incumbent = Incumbent(self._constraints, self._options)
-        refiner = Refiner(self.neighbourhood(schedules), incumbent.offer)
+        settle = partial(self._settle_near, evaluations) if evaluations else None
+        refiner = Refiner(self.neighbourhood(schedules), incumbent.offer, settle)
         start = self.situation.simulate(plan)
         skeleton, best, changes = refiner.refine(skeleton, start, most)
         return Refined(skeleton, best.plan, tuple(changes))
+
+    def _settle_near(self, evaluations: int, near: Neighbour, limit: float) -> Settled | None:
+        return self.settle(near.skeleton, near.choices, limit, evaluations, self._seed)
 
     def settle(
         self, skeleton: Skeleton, choices: Choices, limit: float, evaluations: int, seed: int
@@ -294,10 +307,15 @@ class Sharpener:
             found = self.situation.simulate(plan)
             if found.step_time >= limit:
                 return settled
-            more = recomputing_more(skeleton, found, self.situation.graph, self._policies)
+            within = self._within(found)
+            more = recomputing_more(skeleton, within, self.situation.graph, self._policies)
             if more is None:
                 return settled
             skeleton, choices = more
+
+    def _within(self, simulation: Simulation) -> Simulation:
+        """A plan under the memory that constraints let it use."""
+        return self._constraints.without_room(simulation) or simulation
 
     def admits(self, problem: Problem, choice: Ints) -> bool:
         """Whether constraints on plans as wholes allow choices (see `allows_whole`)."""

@@ -7,15 +7,23 @@ compared with neighbours that carry its choices over, and the search goes on fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from stratagem.searcher.improvement.neighbours import Neighbour, Neighbourhood, recomputing_more
+from stratagem.searcher.improvement.outcomes import Settled
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.situation import is_better
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.simulator.simulation.simulation import Simulation
 
-MORE = ", more recompute"
+MORE, ANEW = ", more recompute", ", chosen anew"
+
+Settle = Callable[[Neighbour, float], Settled | None]
+"""Chooses anew on a neighbour's skeleton, where plans of so many seconds are of no use; None where
+there is no choice."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +33,13 @@ class Refiner:
     Attributes:
         neighbourhood: what neighbours are.
         offer: takes every better plan; whether the constraints allow it.
+        settle: asked where no neighbour is better as it is. Other choices may be, or may fit where
+            those carried over do not. None leaves it at that.
     """
 
     neighbourhood: Neighbourhood
     offer: Callable[[Simulation], bool]
+    settle: Settle | None = None
 
     def refine(
         self, skeleton: Skeleton, best: Simulation, most: int
@@ -45,33 +56,47 @@ class Refiner:
             most: simulations.
         """
         made: list[str] = []
-        seen = {skeleton}
-
-        def takes(other: Skeleton) -> bool:
-            if other in seen or len(seen) > most:
-                return False
-            seen.add(other)
-            return True
-
-        while (better := self._better(skeleton, best, takes)) is not None:
+        simulated, settled = _distinct(skeleton, most), _distinct(skeleton, most)
+        while True:
+            by_bound = self._by_bound(skeleton, best)
+            better = self._first(best, (self._forms(near, best, simulated) for near in by_bound))
+            if better is None:
+                better = self._first(best, (self._anew(near, best, settled) for near in by_bound))
+            if better is None:
+                return skeleton, best, made
             near, best = better
             skeleton = near.skeleton
             made.append(near.change)
-        return skeleton, best, made
 
-    def _better(
-        self, skeleton: Skeleton, best: Simulation, takes: Callable[[Skeleton], bool]
-    ) -> tuple[Neighbour, Simulation] | None:
-        """The first neighbour that is better, of those whose skeletons may be simulated."""
+    def _by_bound(self, skeleton: Skeleton, best: Simulation) -> list[Neighbour]:
+        """The neighbours that may be better, the lowest bound first."""
+        limit = best.step_time if best.fits else math.inf
         around = self.neighbourhood.around(skeleton, best)
         by_bound = [(self.neighbourhood.bound(near.skeleton), near) for near in around]
-        for bound, near in sorted(by_bound, key=lambda pair: pair[0]):
-            if best.fits and bound >= best.step_time:
-                return None
-            for form, found in self._forms(near, best, takes):
-                if is_better(found, best) and self.offer(found):
-                    return form, found
+        return [
+            near for bound, near in sorted(by_bound, key=lambda pair: pair[0]) if bound < limit
+        ]
+
+    def _first(
+        self, best: Simulation, tried: Iterable[Iterable[tuple[Neighbour, Simulation]]]
+    ) -> tuple[Neighbour, Simulation] | None:
+        """The first that is better, of those that the constraints allow."""
+        for form, found in chain.from_iterable(tried):
+            if is_better(found, best) and self.offer(found):
+                return form, found
         return None
+
+    def _anew(
+        self, near: Neighbour, best: Simulation, takes: Callable[[Skeleton], bool]
+    ) -> Iterator[tuple[Neighbour, Simulation]]:
+        """A neighbour whose choices are made anew."""
+        if self.settle is None or not takes(near.skeleton):
+            return
+        settled = self.settle(near, best.step_time if best.fits else math.inf)
+        if settled is not None:
+            chosen = choices_of(settled.plan)
+            form = Neighbour(near.kind, near.change + ANEW, settled.skeleton, chosen)
+            yield form, self.neighbourhood.situation.simulate(settled.plan)
 
     def _forms(
         self, near: Neighbour, best: Simulation, takes: Callable[[Skeleton], bool]
@@ -85,7 +110,21 @@ class Refiner:
                 return
             found = situation.simulate(plan)
             yield form, found
-            if found.fits or (best.fits and found.step_time >= best.step_time):
+            within = self.neighbourhood.room(found)
+            if within.fits or (best.fits and found.step_time >= best.step_time):
                 return
-            more = recomputing_more(form.skeleton, found, situation.graph, policies)
+            more = recomputing_more(form.skeleton, within, situation.graph, policies)
             form = None if more is None else Neighbour(near.kind, near.change + MORE, *more)
+
+
+def _distinct(first: Skeleton, most: int) -> Callable[[Skeleton], bool]:
+    """Asked of skeletons, lets each pass once, besides the first, and so many at most."""
+    seen = {first}
+
+    def takes(other: Skeleton) -> bool:
+        if other in seen or len(seen) > most:
+            return False
+        seen.add(other)
+        return True
+
+    return takes

@@ -94,6 +94,7 @@ class Neighbourhood:
         schedules: that the pipeline may run under.
         bound: seconds that no plan of a skeleton is under, quickly (see `ComputingBounds`).
         allows: whether plans on a skeleton may be tried.
+        room: a plan under the memory that it may use, which constraints may leave less of.
     """
 
     situation: Situation
@@ -102,6 +103,7 @@ class Neighbourhood:
     schedules: tuple[str, ...]
     bound: Callable[[Skeleton], float]
     allows: Callable[[Skeleton], bool]
+    room: Callable[[Simulation], Simulation] = lambda simulation: simulation
 
     @cached_property
     def cutter(self) -> StageCutter:
@@ -124,13 +126,17 @@ class Neighbourhood:
             busy.index(max(busy)),
             self.cutter,
         )
-        return [
-            near
-            for near in neighbours(here)
-            if self.allows(near.skeleton)
-            and near.skeleton.run is not None
-            and not (best.fits and _recomputes_more(near.choices, choices))
-        ]
+        found = []
+        for near in neighbours(here):
+            named = replace(near, skeleton=near.skeleton.named_first(self.schedules))
+            if (
+                named.skeleton != skeleton
+                and self.allows(named.skeleton)
+                and named.skeleton.run is not None
+                and not (best.fits and _recomputes_more(near.choices, choices))
+            ):
+                found.append(named)
+        return found
 
     def plan(self, near: Neighbour) -> Plan | None:
         """The plan of a neighbour; None where its choices are none of its skeleton's."""
@@ -151,13 +157,15 @@ def recomputing_more(
 
     Args:
         skeleton: of the plan, with the policy of each stage.
-        found: the plan, simulated.
+        found: the plan, simulated, under the memory that it may use.
         graph: the model at its whole batch.
         policies: that stages may have; those that recompute more come later.
 
     Returns:
-        None where a stage that does not fit recomputes all that it may.
+        None where a stage that does not fit recomputes all that it may, or all fit.
     """
+    if found.fits:
+        return None
     every, choices = list(skeleton.policies), choices_of(found.plan)
     small = graph.microbatch(skeleton.num_microbatches)
     for s, its_rank in enumerate(found.plan.rank_of):
@@ -182,7 +190,8 @@ def neighbours(here: PipelineToChange) -> Iterator[Neighbour]:
 
     A cut goes to the next place in either direction where the graph is cut anyway (see
     `stage_dp.tables.operator_chain`), or where no more tensors cross than now: a part of a layer
-    may change sides. Of the slowest stage single operators go to those beside it too.
+    may change sides. Both cuts of a stage go to the next such places together, too. Of the slowest
+    stage single operators go to those beside it.
     An operator that comes into another stage chooses as its like does there; where there is none,
     it keeps its choice, if the meshes have one shape. Smaller microbatches may be too small for
     the choices (see `Plan.check`).
@@ -224,19 +233,38 @@ def _other_cuts(here: PipelineToChange) -> Iterator[Change]:
     if stages != sorted(stages):
         return
     ends = [bisect_left(stages, s + 1) for s in range(len(skeleton.stages))]
+    moved: list[dict[int, int]] = []
     for s, end in enumerate(ends[:-1]):
         inside = range(ends[s - 1] + 1 if s else 1, ends[s + 1])
         narrow = [place for place in inside if crossing[place] <= crossing[end]]
         places = {*_around(cuts, end), *_around(narrow, end)}
         if slowest in (s, s + 1):
             places |= {end - step if slowest == s else end + step for step in STEPS}
-        for place in sorted(places.intersection(inside)):
-            stages_then = cut_stages(graph, operators, [*ends[:s], place, *ends[s + 1 : -1]])
-            then = replace(skeleton, stages=stages_then)
-            carried = _carried(skeleton, then, choices, graph)
-            if carried is not None:
-                change = f"cut {s + 1} before {order[place]!r}"
-                yield Change(change, then, carried)
+        moved += [{s: place} for place in sorted(places.intersection(inside))]
+    for to in moved + _moved_alike(ends, cuts):
+        at = [to.get(s, end) for s, end in enumerate(ends[:-1])]
+        then = replace(skeleton, stages=cut_stages(graph, operators, at))
+        carried = _carried(skeleton, then, choices, graph)
+        if carried is not None:
+            names = (f"cut {s + 1} before {order[place]!r}" for s, place in to.items())
+            yield Change(" and ".join(names), then, carried)
+
+
+def _moved_alike(ends: list[int], cuts: list[int]) -> list[dict[int, int]]:
+    """Both ends of a stage moved to the next places where the graph is cut, the same way.
+
+    Where one end alone moves, the stage gets longer or shorter, which is often worse first.
+    """
+    found = []
+    for s in range(len(ends) - 2):
+        lower = ends[s - 1] if s else 0
+        first, second, upper = ends[s : s + 3]
+        before = bisect_left(cuts, first) - 1, bisect_left(cuts, second) - 1
+        behind = bisect_right(cuts, first), bisect_right(cuts, second)
+        for one, other in (before, behind):
+            if 0 <= one < other < len(cuts) and lower < cuts[one] and cuts[other] < upper:
+                found.append({s: cuts[one], s + 1: cuts[other]})
+    return found
 
 
 def _by_operator(skeleton: Skeleton, values: Iterable[Value]) -> dict[str, Value]:

@@ -230,14 +230,35 @@ def can_run(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
     return run_of(schedule, stages, num_microbatches, num_ranks) is not None
 
 
-def same_alone(one: str, other: str) -> bool:
-    """Whether two schedules do the same on one rank.
+def first_alike(schedule: str, sizes: Sizes, schedules: Sequence[str]) -> str:
+    """The first of some schedules that does what one of them does, or that one itself.
+
+    Ranks that pass several microbatches on do so in an order of each schedule's own. One rank, or
+    one microbatch, often leaves schedules nothing to differ in.
 
     Example:
-        >>> same_alone("interleaved", "1f1b"), same_alone("gpipe", "1f1b")
-        (True, False)
+        >>> several, pipeline = ("gpipe", "1f1b", "interleaved"), Sizes(2, 1, 2)
+        >>> first_alike("1f1b", pipeline, several), first_alike("zb-h1", pipeline, several)
+        ('gpipe', 'zb-h1')
+        >>> first_alike("interleaved", Sizes(1, 8, 1), several)
+        '1f1b'
+
+    Args:
+        schedule: its name.
+        sizes: of the pipeline.
+        schedules: names, the one that others are called by first.
     """
-    first, second = (SCHEDULES[name].made(Sizes(1, 4, 1)) for name in (one, other))
+    if sizes.num_ranks > 1 and sizes.num_microbatches > 1:
+        return schedule
+    its = SCHEDULES[schedule]
+    return next((name for name in schedules if _same(SCHEDULES[name], its, sizes)), schedule)
+
+
+@cache
+def _same(one: ScheduleRecord, other: ScheduleRecord, sizes: Sizes) -> bool:
+    if one == other:
+        return True
+    first, second = one.made(sizes), other.made(sizes)
     return first is not None and second is not None and first.orders == second.orders
 
 

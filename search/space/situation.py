@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.schedule_traits import FORWARD_SCHEDULE
@@ -37,7 +37,7 @@ class Situation:
     costs: CostModel
     memory: RowMemory = field(default_factory=RowMemory)
     clock: SearchClock = field(default_factory=SearchClock, repr=False, compare=False)
-    _recent: dict[int, Simulation] = field(
+    _recent: dict[object, Simulation] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
 
@@ -89,22 +89,38 @@ class Situation:
     def simulate(self, plan: Plan, *, always: bool = False) -> Simulation:
         """Predict a plan with this situation's costs, if there is time or `always`.
 
-        The last few are remembered: methods simulate what they propose before they do.
+        The last are remembered, whatever plans are called: different ways lead to the same plan.
         """
         if always:
             with self.clock.stopped():
                 return self.simulate(plan)
         self.clock.check()
-        known = self._recent.get(id(plan))
-        if known is not None and known.plan is plan:
-            return known
-        made = simulate_plan(
-            as_forward(plan, self.graph), self.graph, self.costs, memory=self.memory
-        )
-        if len(self._recent) >= REMEMBERED_SIMULATIONS:
+        run = as_forward(plan, self.graph)
+        what = _what_runs(run)
+        made = self._recent.pop(what, None)
+        if made is None:
+            made = simulate_plan(run, self.graph, self.costs, memory=self.memory)
+        self._recent[what] = made
+        most = max(LEAST_REMEMBERED, REMEMBERED_OPERATORS // len(self.graph.operators))
+        if len(self._recent) > most:
             del self._recent[next(iter(self._recent))]
-        self._recent[id(plan)] = made
-        return made
+        return made if made.plan is run else replace(made, plan=run)
+
+
+def _what_runs(plan: Plan) -> object:
+    """All of a plan that its step depends on; a cluster and a training are told by identity.
+
+    A simulation that is remembered keeps them, so that no others can come to have the same.
+    """
+    return (
+        id(plan.cluster),
+        id(plan.training),
+        *(getattr(plan, name) for name in RUNNING),
+        *(
+            (stage.operators, stage.mesh, tuple(stage.choices[name] for name in stage.operators))
+            for stage in plan.stages
+        ),
+    )
 
 
 def as_forward(plan: Plan, graph: OperatorGraph) -> Plan:
@@ -132,8 +148,17 @@ def is_better(one: Simulation, other: Simulation) -> bool:
     return rank(one) < rank(other)
 
 
-REMEMBERED_SIMULATIONS = 16
-"""By a situation."""
+LEAST_REMEMBERED, REMEMBERED_OPERATORS = 16, 10_000
+"""Simulations that a situation remembers: so many of a large model, and of a small one so many
+that they have so many operators together."""
+NOT_RUNNING = "name", "seed", "prediction"
+"""What of a plan its step does not depend on."""
+RUNNING = tuple(
+    each.name
+    for each in fields(Plan)
+    if each.name not in (*NOT_RUNNING, "cluster", "training", "stages")
+)
+"""The rest, of what has a hash."""
 
 
 LEAST_GAIN = 1e-4

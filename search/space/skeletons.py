@@ -8,16 +8,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stratagem.searcher.space.schedule_traits import (
     Run,
     can_run,
     dealt,
+    first_alike,
     rounds_of,
     run_of,
     run_under,
-    same_alone,
     traits_of,
 )
 from stratagem.searcher.space.stage_cuts import StageCutter
@@ -48,7 +48,8 @@ from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pipeline.pipeline import Pipeline
 from stratagem.simulator.plan.plan import Plan, Stage, own_schedule
 from stratagem.simulator.schedules.actions import Schedule
-from stratagem.simulator.schedules.named_schedules import schedule_by_name
+from stratagem.simulator.schedules.named_schedules import SCHEDULES, schedule_by_name
+from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
 from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
@@ -177,6 +178,14 @@ class Skeleton:
         for stage, mesh in enumerate(self.meshes):
             found.setdefault(frozenset(mesh.devices), []).append(stage)
         return tuple(tuple(stages) for stages in found.values())
+
+    def named_first(self, schedules: Sequence[str]) -> Skeleton:
+        """The same under the first of some schedules that does what its own does."""
+        if self.orders or self.schedule not in SCHEDULES:
+            return self
+        sizes = Sizes(len(self.stages), self.num_microbatches, self.num_ranks)
+        name = first_alike(self.schedule, sizes, schedules)
+        return self if name == self.schedule else replace(self, schedule=name)
 
     def make_schedule(self) -> Schedule:
         """The schedule's actions for these stages, ranks and microbatches.
@@ -518,13 +527,12 @@ def all_skeletons(
 ) -> Iterator[Skeleton]:
     """The skeletons of the space under several schedules.
 
-    What runs as one stage is listed once under those that do the same there.
+    What several do alike, as with one stage or one microbatch, is listed under the first.
 
     Raises:
         ValueError: as `skeletons`.
     """
-    for number, name in enumerate(schedules):
+    for name in schedules:
         for skeleton in skeletons(graph, cluster, schedule=name, costs=costs, training=training):
-            known = any(same_alone(name, other) for other in schedules[:number])
-            if skeleton.num_ranks > 1 or not known:
+            if skeleton.named_first(schedules) is skeleton:
                 yield skeleton

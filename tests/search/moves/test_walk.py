@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
-from stratagem.searcher.driver import improver
+from stratagem.searcher.driver import improver, search_course
 from stratagem.searcher.driver.improver import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
@@ -310,6 +310,7 @@ def found_with_walks() -> SearchResult:
 def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found_with_walks()
     monkeypatch.setattr(improver, "WALKED_SHARE", 0.0)
+    monkeypatch.setattr(search_course, "DESCENT_EVALUATIONS", 0)
     without = found_on(crooked(), 20_000, pipeline=2)
     assert walked(whole)
     assert not walked(without)
