@@ -26,6 +26,7 @@ from stratagem.executor.interpreter.input_views import (
     select_of,
 )
 from stratagem.executor.interpreter.named_values import NamedValues
+from stratagem.executor.interpreter.views_of_memory import ViewOfMemory, begins_inside
 from stratagem.executor.program.instructions import Backward, BackwardPart, Forward
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
@@ -188,23 +189,24 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
 
         def pack(tensor: Tensor) -> Any:
             for number in places.get(tensor.untyped_storage().data_ptr(), ()):
-                offset = tensor.storage_offset() - dropped[number].storage_offset()
-                if begins_inside(dropped[number], int(offset)):
-                    return number, tensor.size(), tensor.stride(), offset
+                offset = tensor.data_ptr() - dropped[number].data_ptr()
+                if begins_inside(dropped[number], offset // dropped[number].itemsize):
+                    return number, ViewOfMemory.of(tensor, offset)
             return tensor
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):
                 return kept
-            number, size, stride, offset = kept
-            anew: Tensor = tape.anew[number]
+            number: int = kept[0]
+            view: ViewOfMemory = kept[1]
+            anew = tape.anew[number]
             if anew.stride() != strides[number]:
                 # It came back whole where pieces were read, or the other way round.
                 alike = torch.empty_strided(
                     anew.size(), strides[number], dtype=anew.dtype, device=anew.device
                 )
                 anew = tape.anew[number] = alike.copy_(anew)
-            return anew.as_strided(size, stride, int(anew.storage_offset()) + offset)
+            return view.on(anew)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = kernel(inputs, parameters)
@@ -216,24 +218,6 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
         return output
 
     return run
-
-
-def begins_inside(tensor: Tensor, offset: int) -> bool:
-    """Whether so far behind the first element of a tensor, in memory, is one of its elements.
-
-    Several tensors may be parts of one in turns, such as queries, keys and values.
-
-    Example:
-        >>> first, second = torch.zeros(4, 6).chunk(2, dim=1)
-        >>> [begins_inside(first, offset) for offset in (0, 2, 3, 6)]
-        [True, True, False, True]
-    """
-    if offset < 0:
-        return False
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True), reverse=True):
-        if stride:
-            offset -= min(offset // stride, size - 1) * stride
-    return offset == 0
 
 
 def backward(

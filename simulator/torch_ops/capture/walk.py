@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from stratagem.simulator.base.misspelt_names import nearest
+from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor, OperatorDraft
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -356,6 +357,8 @@ class Walker:
                 dict(given)  # all of its arguments are in its value
                 return Expression("tensor", (known.tolist(), dtype), shape, dtype, node)
             raise ValueError(_unsupported(name))
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"aten.{name} makes {dtype}, which no operator can hand on")
         handler = HANDLERS[name]
         given.declare(handler.names)
         check_declared(name, given)

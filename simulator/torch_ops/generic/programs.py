@@ -112,9 +112,16 @@ class _Writer:
 
     def argument(self, value: Any, key: str) -> Any:
         is_shape = key in _TOLD_SHAPE and isinstance(value, (list, tuple))
-        if is_shape and len(value) == len(self._shape) > 0:
+        if is_shape and self._says_shape(value):
             return {"shape": True}
         return self._plain(value)
+
+    def _says_shape(self, sizes: Sequence[Any]) -> bool:
+        """Whether these are the sizes of the result, of which one may be left to be found."""
+        if not 0 < len(sizes) == len(self._shape):
+            return False
+        # Others may be told: affine_grid makes grids for images of some sizes.
+        return all(told in (-1, made) for told, made in zip(sizes, self._shape, strict=True))
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, Node):

@@ -113,6 +113,9 @@ class Trial:
         self._made: tuple[int, ...] = ()
         self._numbers = sorted({each for each in _integers(list(calls)) if not 0 <= each < 3})
         self.told_shape = "'shape': True" in repr(calls)
+        # Others are given none: where numbers say places, as in grid_sample, kernels read at none
+        # of them, and that may end the process.
+        self._leaves_out_nan = any(name.startswith("aten::nan") for name, *_ in calls)
 
     def shape(self, sizes: Mapping[Place, int], expected: Sequence[int]) -> tuple[int, ...] | None:
         """The shape of the result, None where torch takes no such sizes; computes nothing."""
@@ -142,7 +145,8 @@ class Trial:
             return False
         # What is left out where it is there, as targets that are ignored: others then count more.
         special = [(_unit, _Whole(2, number)) for number in self._numbers]
-        for draw, whole in [*special, (_with_holes, _Whole(2))]:
+        holes = [(_with_holes, _Whole(2))] if self._leaves_out_nan else []
+        for draw, whole in [*special, *holes]:
             run = self._whole(draw, whole)
             if run is not None:
                 self._wholes.append(run)

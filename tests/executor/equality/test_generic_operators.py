@@ -274,3 +274,39 @@ def test_complex_numbers_that_a_model_holds_are_pairs_of_real_ones(how: str) -> 
         each for each in generics(case.graph) if len([d for d in each.dims if not d.whole]) > 1
     ]
     assert by_head or how == "conjugate"
+
+
+class Sampled(nn.Module):
+    """Looks at images where a network says, as spatial transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.turn = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        turns = torch.eye(2, 3, dtype=x.dtype) + 0.1 * self.turn(h.mean((2, 3))).view(-1, 2, 3)
+        grid = functional.affine_grid(turns, [*h.shape], align_corners=False)
+        seen = functional.grid_sample(h, grid, padding_mode="border", align_corners=False)
+        return seen.square().mean()
+
+
+def test_places_are_no_nan_in_trials() -> None:
+    """The kernel read at none of the numbers, which ended the process."""
+    torch.manual_seed(0)
+    case = make_case(Sampled(), x=torch.randn(4, 2, 6, 6))
+    sampler = next(each for each in generics(case.graph) if "sampler" in each.name)
+    assert "sample" in [dim.name for dim in sampler.dims if not dim.whole]
+
+
+def test_a_size_that_is_told_is_not_always_that_of_the_result() -> None:
+    """Grids are made for images of some size, and were made for images of the grids' own."""
+    torch.manual_seed(0)
+    case = make_case(Sampled(), x=torch.randn(4, 2, 6, 6))
+    for ways in (2, 3):
+        assert_equal_to_torch(case, make_plan(case, drawing(ways), (ways,)))
+
+
+def test_means_of_what_is_not_nan_are_tried_with_some() -> None:
+    calls = [["aten::nanmean.default", [["in", 0]], {}]]
+    assert not find_ties(calls, [OperandShape(((8,), (5,)), "float32")], ())
