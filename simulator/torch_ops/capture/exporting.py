@@ -31,6 +31,7 @@ from stratagem.simulator.torch_ops.capture.attributes import (
     tensors_lost,
     words_changed,
 )
+from stratagem.simulator.torch_ops.generic.own_backwards import own_backwards_kept
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN = (Path(torch.__file__).parent, _PACKAGE, Path(sysconfig.get_path("stdlib")))
@@ -67,6 +68,7 @@ def export(
             or what is counted.
     """
     _check_norms(model, name, prefix)
+    _check_hooks(model, name, prefix)
     with hooks_kept(model):
         return _exported(model, given, name, prefix, named_results if forward else _scalars)
 
@@ -110,7 +112,12 @@ def _traced(
     )
     before, after = kept(model), Kept()
     try:
-        with _watched(model, after, returned), _in_few_words(), _unchecked_distributions():
+        with (
+            _watched(model, after, returned),
+            _in_few_words(),
+            _unchecked_distributions(),
+            own_backwards_kept(),
+        ):
             return torch.export.export(model, (), examples, strict=False), before, after
     except GuardOnDataDependentSymNode as error:
         raise ValueError(
@@ -132,6 +139,8 @@ def _traced(
 
 
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+
+_OF_GRADIENTS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 _AT_PLACES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
@@ -176,6 +185,12 @@ class _Refusing(TorchFunctionMode):
             raise ValueError(
                 f"capture: torch.autograd.grad is called{_line()}, but a plan differentiates the "
                 "loss once: write the gradient out, or leave the term that needs it out"
+            )
+        if func in _OF_GRADIENTS:
+            raise ValueError(
+                f"capture: {func.__name__} is called{_line()}, but a plan has the gradients that "
+                "torch makes of forward, and calls nothing behind them: leave the hook out, or "
+                "write what it changes as a torch.autograd.Function"
             )
         if func in _AT_PLACES and args[0].device.type == "meta":
             args = (args[0], _places_again(args[1], args[0].device), *args[2:])
@@ -284,6 +299,31 @@ def _check_norms(model: nn.Module, name: str, prefix: str) -> None:
                 "has momentum=None, a mean over all steps so far, in which every step has another "
                 "weight; give it a number, such as momentum=0.1"
             )
+
+
+def _check_hooks(model: nn.Module, name: str, prefix: str) -> None:
+    """Refuse what is called with gradients: it may change them, and torch.export leaves it out."""
+    of_modules = (
+        (path, each, hooks)
+        for path, module in model.named_modules()
+        for each in ("_backward_hooks", "_backward_pre_hooks")
+        if (hooks := getattr(module, each))
+    )
+    of_tensors = (
+        (path, each, hooks)
+        for path, tensor in (*model.named_parameters(), *model.named_buffers())
+        for each in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if (hooks := getattr(tensor, each))
+    )
+    for path, kind, hooks in (*of_modules, *of_tensors):
+        hook = next(iter(hooks.values()))
+        called = getattr(hook, "__qualname__", type(hook).__name__)
+        raise ValueError(
+            f"capture of {name!r}: {path.removeprefix(prefix) or 'the model'!r} has "
+            f"{kind.removeprefix('_').replace('_', ' ')} ({called}), but a plan has the gradients "
+            "that torch makes of forward, and calls nothing behind them: remove the hook, or "
+            "write what it changes as a torch.autograd.Function"
+        )
 
 
 def _where(error: BaseException) -> str:

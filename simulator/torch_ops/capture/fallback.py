@@ -62,8 +62,9 @@ def generic(
     shown = node.meta.get("val")
     if isinstance(shown, (list, tuple)):
         several = program_of(node, values, written, ())
+        names = [f"{name}_{i}" if name and len(shown) > 1 else name for i in range(len(shown))]
         return [
-            _result(builder, several.result(i), each, handle, what, name and f"{name}_{i}")
+            _result(builder, several.result(i), each, handle, what, names[i])
             for i, each in enumerate(shown)
         ]
     shape: tuple[int, ...] = ()

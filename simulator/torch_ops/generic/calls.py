@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stratagem.simulator.operators.step_programs import is_reference
+from stratagem.simulator.torch_ops.generic.own_backwards import SPACE
 
 Call = list[Any]
 
@@ -59,9 +60,13 @@ def function_of(name: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), short), overload)
     except AttributeError as error:
+        remedy = (
+            "capture the model in this process"
+            if space == SPACE
+            else "import what registers it in the module of the model"
+        )
         raise ValueError(
-            f"a generic operator calls {name!r}, which this process does not know: import what "
-            "registers it in the module of the model"
+            f"a generic operator calls {name!r}, which this process does not know: {remedy}"
         ) from error
     schema = getattr(function, "_schema", None)
     sides = (schema.arguments, schema.returns) if schema is not None else ()

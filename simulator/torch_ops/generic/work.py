@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stratagem.simulator.operators.kinds.generics import Work
 from stratagem.simulator.torch_ops.generic.calls import Call, run_calls
+from stratagem.simulator.torch_ops.generic.own_backwards import behind
 from stratagem.simulator.torch_ops.generic.trials import OperandShape
 
 _MATRICES = ("mm", "bmm", "addmm", "baddbmm")
@@ -103,9 +104,22 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels = 0
         self.product: tuple[int, int, int] | None = None
         self._largest = 0.0
+        self._is_inside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        within = behind(func)
+        if within is not None:
+            self._is_inside = True
+            with self:
+                made = within(*args, **kwargs)
+            self._is_inside = False
+            return made
+        if self._is_inside:
+            with self:  # No autograd above it has taken it apart.
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         made = func(*args, **kwargs)
         if not func.is_view and "empty" not in str(func):
             self._count(func, args, kwargs, made)
