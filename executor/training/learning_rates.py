@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from stratagem.simulator.kernel_times.training import Training
+
 Shape = Literal["constant", "linear", "cosine"]
 
 Rate = Callable[[int], float]
@@ -87,28 +89,37 @@ class TorchRate:
         >>> [halved(step) for step in (0, 1, 2, 5)]
         [1.0, 1.0, 0.5, 0.25]
 
+    A run makes the scheduler of an optimizer that has the rates, groups and momentum of the plan's
+    training, so that rates that a scheduler is told (``max_lr``, ``eta_min``) are what they are in
+    torch.
+
     Attributes:
-        make: a scheduler of an optimizer whose rate is 1, which steps once a step.
+        make: a scheduler of the optimizer that it is given, which steps once a step.
+        training: whose rates that optimizer has; one rate, 1, when left out.
 
     Raises:
-        ValueError: when it is called: the scheduler needs what a run makes, such as a loss.
+        ValueError: when it is called: the scheduler needs what a run makes, such as a loss, is of
+            another optimizer, or changes what a plan keeps: momentum, or the rate of one group
+            against another's.
     """
 
     make: Callable[[torch.optim.Optimizer], Any]
+    training: Training | None = None
     _rates: list[float] = field(default_factory=list, init=False, repr=False)
     _going: Any = field(default=None, init=False, repr=False)
 
     def __call__(self, step: int) -> float:
-        """The factor at a step."""
+        """The factor of all rates at a step."""
         with _STEPPING:
             return self._at(step)
 
     def _at(self, step: int) -> float:
         if self._going is None:
-            optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
-            self._going = optimizer, self.make(optimizer)
-            self._rates.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer, scheduler = self._going
+            optimizer = _optimizer_like(self.training or Training(learning_rate=1.0))
+            begun = [dict(group) for group in optimizer.param_groups]
+            self._going = optimizer, begun, self._scheduler_of(optimizer)
+            self._rates.append(self._factor())
+        optimizer, _, scheduler = self._going
         while len(self._rates) <= step:
             optimizer.step()
             try:
@@ -119,9 +130,77 @@ class TorchRate:
                     f"({error}), which is all that a rate is made of; take another scheduler, or "
                     "give a function of the step"
                 ) from error
-            self._rates.append(float(optimizer.param_groups[0]["lr"]))
+            self._rates.append(self._factor())
         return self._rates[step]
+
+    def _scheduler_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        try:
+            made = self.make(optimizer)
+        except Exception as error:
+            count = len(optimizer.param_groups)
+            raise ValueError(
+                f"no scheduler can be made of an optimizer with {count} groups, one of all "
+                f"parameters and {count - 1} that the plan's training trains otherwise "
+                f"({type(error).__name__}: {error}); give it what each of these needs"
+            ) from error
+        if getattr(made, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                f"{type(made).__name__} is of another optimizer, whose rates it would change; "
+                "make it of the one that the function is given"
+            )
+        return made
+
+    def _factor(self) -> float:
+        """What the rates of all groups are multiplied by, which is one number."""
+        optimizer, begun, scheduler = self._going
+        name, step = type(scheduler).__name__, len(self._rates)
+        factors = []
+        for before, group in zip(begun, optimizer.param_groups, strict=True):
+            for key in ("momentum", "betas"):
+                if group.get(key) != before.get(key):
+                    raise ValueError(
+                        f"{name} changes {key} from {before[key]} to {group[key]} at step {step}, "
+                        "but a plan trains with the same at every step; give the scheduler "
+                        "cycle_momentum=False, or take another one"
+                    )
+            rate, now = float(before["lr"]), float(group["lr"])
+            if rate or now:
+                factors.append(now / rate if rate else math.inf)
+        if not factors:
+            return 1.0
+        if max(factors) - min(factors) > 1e-9 * max(factors):
+            raise ValueError(
+                f"{name} multiplies the rates of groups by {', '.join(f'{f:g}' for f in factors)} "
+                f"at step {step}, but a plan multiplies all of them by one number; leave out what "
+                "it adds to each (eta_min), or take a scheduler that multiplies"
+            )
+        return factors[0]
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process goes through the steps itself."""
-        return {"make": self.make, "_rates": [], "_going": None}
+        return {"make": self.make, "training": self.training, "_rates": [], "_going": None}
+
+
+def rate_of(rate: Rate, training: Training) -> Rate:
+    """What a training's learning rate is multiplied by: a scheduler of torch sees what it is."""
+    if isinstance(rate, TorchRate) and rate.training is None:
+        return TorchRate(rate.make, training)
+    return rate
+
+
+def rates_of(rate: Rate, training: Training, steps: int) -> list[float]:
+    """What it is at each of so many steps."""
+    factor = rate_of(rate, training)
+    return [factor(step) for step in range(steps)]
+
+
+def _optimizer_like(training: Training) -> torch.optim.Optimizer:
+    """One of torch with the rates, momentum and groups of a training."""
+    rates = [1.0, *(group.rate for group in training.groups if group.rate)]
+    groups = [
+        {"params": [torch.zeros(())], "lr": (training.learning_rate or 1.0) * rate}
+        for rate in rates
+    ]
+    if training.optimizer in ("sgd", "muon"):
+        return torch.optim.SGD(groups, lr=1.0, momentum=training.momentum)
+    return torch.optim.AdamW(groups, lr=1.0, betas=training.betas)

@@ -37,7 +37,7 @@ from stratagem.executor.results.run_origin import provenance_of
 from stratagem.executor.state.batch_norm_counters import as_tensors
 from stratagem.executor.training.batches import Batches, units_of
 from stratagem.executor.training.graphed_steps import GraphedSteps, refusal
-from stratagem.executor.training.learning_rates import Rate, RateSchedule
+from stratagem.executor.training.learning_rates import Rate, RateSchedule, rate_of
 from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.base.units import format_duration
 
@@ -170,13 +170,15 @@ def _train(
     if refused is not None and comm.rank == 0:
         warnings.warn(not_graphed(refused), stacklevel=2)
     speed = _Speed(interpreter.program, start, options.steps)
-    base = interpreter.program.plan.training.learning_rate
+    training = interpreter.program.plan.training
+    rate = rate_of(options.rate, training)
     for step in range(start, options.steps):
         place.enter(step, "taking the batch", slow=True, idle=True)
         batch = batches.at(step)
         if batches.draws and (step == start or batches.position[1] == 1):
             check_equal(batch, comm, f"batches in step {step}", _SAME_DATA)
-        interpreter.optimizer.rate = base * _checked_rate(options.rate(step), step)
+        factor = _checked_rate(rate(step), step)
+        interpreter.optimizer.rate = training.learning_rate * factor
         interpreter.random.step = step
         place.enter(step, "waiting for the other ranks to begin", waits=True)
         last = step == options.steps - 1

@@ -25,7 +25,7 @@ from stratagem.executor.results.execution_result import ExecutionResult, not_gra
 from stratagem.executor.running.execute import execute
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.training.batches import Batches, Data
-from stratagem.executor.training.learning_rates import Rate
+from stratagem.executor.training.learning_rates import Rate, rates_of
 from stratagem.executor.training.training_loop import RunOptions, warn_not_finite
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.runs.batch_feeder import Fed, Feeder
@@ -85,7 +85,7 @@ def run_processes(
             "model_state": dict(model_state),
             "batch": dict(data) if isinstance(data, Mapping) else None,
             "backend": backend,
-            "rates": None if rate is None else [rate(step) for step in range(steps)],
+            "rates": None if rate is None else rates_of(rate, plan.training, steps),
             "options": {
                 "steps": steps,
                 "warmup": warmup,
