@@ -274,7 +274,9 @@ def expert_ways(graph: OperatorGraph, data: int) -> tuple[int, ...]:
 
 def _own_weights_dim(operator: Operator) -> str | None:
     """A dim of a contraction's input, output and weights that may be sharded."""
-    if not operator.weights or all(d.kind is not DimKind.REDUCTION for d in operator.dims):
+    if not (operator.weights and operator.inputs) or all(
+        d.kind is not DimKind.REDUCTION for d in operator.dims
+    ):
         return None
     shared = set(factors(operator.inputs[0].layout)) & set(factors(operator.outputs[0].layout))
     for name in factors(operator.weights[0].layout):

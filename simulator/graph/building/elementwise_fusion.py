@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of
-from stratagem.simulator.graph.building.operator_drafts import Loop, OperatorDraft, Read, view_key
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftParameter,
+    Loop,
+    OperatorDraft,
+    Read,
+    view_key,
+)
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.step_programs import shift_steps
@@ -57,12 +63,29 @@ def _can_merge(draft: OperatorDraft, used: Sequence[tuple[OperatorDraft, Read]])
     ):
         return False
     target = after.outputs[0].loops
-    return all(
+    same = all(
         read.tensor.is_plain
         and len(read.loops) == len(target)
         and all(a is b for a, b in zip(read.loops, target, strict=True))
         for _, read in used
     )
+    return same and not _reads_in_two_ways(draft, after)
+
+
+def _reads_in_two_ways(before: OperatorDraft, after: OperatorDraft) -> bool:
+    """Whether both read a trained parameter, each in another view: no operator reads one twice."""
+    places = {
+        id(mine): id(theirs)
+        for mine, theirs in zip(before.outputs[0].loops, after.outputs[0].loops, strict=True)
+    }
+    ways: dict[int, set[str]] = {}
+    for draft in (before, after):
+        for read in draft.weights:
+            if isinstance(read.tensor.node, DraftParameter) and read.tensor.node.trainable:
+                loops = [places.get(id(loop), id(loop)) for loop in read.loops]
+                way = repr((view_key(read.tensor), loops))
+                ways.setdefault(id(read.tensor.node), set()).add(way)
+    return any(len(each) > 1 for each in ways.values())
 
 
 def _merge(before: OperatorDraft, after: OperatorDraft) -> None:

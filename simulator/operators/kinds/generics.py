@@ -9,7 +9,7 @@ and kept among the attributes:
 ``calls``      the calls, as `torch_ops.generic.calls` reads them
 ``merged``     per input how many of its dims make each dim that torch sees
 ``split``      per dim that torch makes how many dims of the output it is
-``averaged``   [input, dim] of every dim that is split and over which torch takes a mean
+``averaged``   [operand, dim] of every dim that is split and over which torch takes a mean
 ``count``      the product of these dims over the whole batch
 ``dtypes``     of each input
 ``trained``    of each input, whether its gradient may be asked for
@@ -78,10 +78,11 @@ def averaged_share(operator: Operator, sizes: Sizes) -> float:
     """The part of a mean over the whole batch that the mean over local values is; 1 without."""
     if not operator.attributes["averaged"]:
         return 1.0
+    operands = (*operator.inputs, *operator.weights)  # A mean may be one of a weight alone.
     names = {
         name
-        for slot, at in operator.attributes["averaged"]
-        for name in operator.inputs[slot].layout[at]
+        for number, at in operator.attributes["averaged"]
+        for name in operands[number].layout[at]
     }
     return math.prod(sizes[name] for name in names) / float(operator.attributes["count"])
 

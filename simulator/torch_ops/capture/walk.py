@@ -20,7 +20,11 @@ from torch.utils import _pytree as pytree
 from stratagem.simulator.base.misspelt_names import nearest
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
-from stratagem.simulator.graph.building.operator_drafts import DraftTensor, OperatorDraft
+from stratagem.simulator.graph.building.operator_drafts import (
+    DraftParameter,
+    DraftTensor,
+    OperatorDraft,
+)
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.gradient_paths import untrained
 from stratagem.simulator.operators.operator import Operator
@@ -248,11 +252,33 @@ class Walker:
         targets = written(node)
         if any(storages(each) & self._counters for each in targets):
             return None
-        given = by_schema(node, args, {k: look_up(v, values) for k, v in node.kwargs.items()})
+        named = {key: look_up(each, values) for key, each in node.kwargs.items()}
         with self._builder.scope(self._path(node)):
+            once = self._read_once()
+            given = by_schema(node, once(args), {key: once(each) for key, each in named.items()})
             return self._convert(
                 node, name.removesuffix("_") if targets else name, given, values, targets
             )
+
+    def _read_once(self) -> Callable[[Any], Any]:
+        """What hands a trained parameter on where the same operator has read it already.
+
+        The gradient of a parameter is that of one use of it for each operator.
+        """
+        seen: set[int] = set()
+
+        def once(value: Any) -> Any:
+            if isinstance(value, list):
+                return [once(each) for each in value]
+            stored = isinstance(value, DraftTensor) and isinstance(value.node, DraftParameter)
+            if not stored or not value.node.trainable:
+                return value
+            if id(value.node) in seen:
+                return self._builder.handed_on(value)
+            seen.add(id(value.node))
+            return value
+
+        return once
 
     def _rms_norm(self, node: Node, norm: RmsNorm, values: dict[Node, Any]) -> DraftTensor:
         x, weight = values[norm.x], values[norm.weight]
