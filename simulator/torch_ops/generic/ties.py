@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from stratagem.simulator.torch_ops.generic.calls import Call
+from stratagem.simulator.torch_ops.generic.recurrences import is_recurrence, recurrence_of
 from stratagem.simulator.torch_ops.generic.trials import (
     Mode,
     OperandShape,
@@ -34,9 +35,6 @@ from stratagem.simulator.torch_ops.generic.trials import (
 
 SMALL = (4, 6, 8, 12, 16)
 """Sizes to which dims are cut for trials, the first that torch takes."""
-
-UNTRIED = ("aten::lstm.", "aten::gru.", "aten::rnn_")
-"""What ends the process where sizes do not fit, instead of saying so."""
 
 MOST_GUESSES = 128
 """Guesses about one place."""
@@ -108,6 +106,8 @@ class _Search:
         }
 
     def ties(self) -> tuple[Tie, ...]:
+        if is_recurrence(self._calls):
+            return self._samples_of_recurrence()
         begun = self._begun()
         if begun is None:
             return ()
@@ -124,10 +124,17 @@ class _Search:
                     break
         return _nested(found, self._shape)
 
+    def _samples_of_recurrence(self) -> tuple[Tie, ...]:
+        known = recurrence_of(self._calls, self._operands, self._shape)
+        if known is None or not self._trial.begin(known.sizes, known.shape):
+            return ()
+        mode = self._trial.confirms(known.places, known.target)
+        if mode is not Mode.EACH:
+            return ()
+        return (Tie(known.places, self._whole[known.places[0]], known.target, mode),)
+
     def _begun(self) -> tuple[Sizes, tuple[int, ...]] | None:
         """The sizes that trials run on: small ones, as far as torch can compute with them."""
-        if any(name.startswith(UNTRIED) for name, *_ in self._calls):
-            return None
         for kept in ((), *((place,) for place in self._whole), tuple(self._whole)):
             sizes, shape = self._shrunk(kept)
             if self._trial.begin(sizes, shape):

@@ -37,8 +37,6 @@ MIXES_SAMPLES = {
     "index_pairs": "rows are taken by a list of numbers, which may be any",
     "embedding_bag_max": "bags are cut by numbers of the whole batch",
     "embedding_scaled": "gradients are divided by how often the batch has a row",
-    "lstm": "its kernels are not tried",
-    "gru": "its kernels are not tried",
 }
 """Operators whose batch stays whole, and why."""
 
@@ -310,3 +308,45 @@ def test_a_size_that_is_told_is_not_always_that_of_the_result() -> None:
 def test_means_of_what_is_not_nan_are_tried_with_some() -> None:
     calls = [["aten::nanmean.default", [["in", 0]], {}]]
     assert not find_ties(calls, [OperandShape(((8,), (5,)), "float32")], ())
+
+
+RECURRENCES: dict[str, nn.Module] = {
+    "both ways": nn.LSTM(6, 5, 2, batch_first=True, bidirectional=True),
+    "projected": nn.LSTM(6, 5, 2, bias=False, proj_size=3),
+    "gated": nn.GRU(6, 5, 2, bidirectional=True),
+    "plain": nn.RNN(6, 6, batch_first=True, nonlinearity="relu"),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_recurrences_are_split_by_samples(name: str) -> None:
+    """Their kernels end the process where sizes do not fit, so none were tried: all were whole."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.first = RECURRENCES[name], nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            made, last = self.inner(h if self.inner.batch_first else h.transpose(0, 1))
+            ends = last if isinstance(last, Tensor) else torch.cat(last, -1)
+            return made.square().mean() + ends.sin().mean(dim=(0, 2)).square().mean()
+
+    torch.manual_seed(0)
+    case = make_case(Model(), x=torch.randn(4, 6, 6))
+    assert not case.graph.whole_batch
+    for ways in (2, 3):
+        assert_equal_to_torch(case, make_plan(case, drawing(ways), (ways,)))
+    samples = sharding(DimKind.SAMPLE.value)
+    assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
+
+
+def test_a_recurrence_of_unusual_reads_is_whole() -> None:
+    """Nothing is guessed of it, however it is called."""
+    doubled = ["aten::mul.Tensor", [["in", 1], 2], {}]
+    gru = ["aten::gru.input", [["in", 0], ["step", 0], [], True, 1, 0.0, True, False, True], {}]
+    calls = [doubled, gru, ["getitem", [["step", 1], 0], {}]]
+    operands = [OperandShape(((4,), (3,), (5,)), "float32")]
+    operands += [OperandShape(((1,), (4,), (6,)), "float32")]
+    assert not find_ties(calls, operands, (4, 3, 6))
