@@ -54,9 +54,28 @@ class GenericResult:
 class GenericBuilder(ExpertBuilder):
     """Makes operators of calls of torch."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._trained: dict[int, bool] = {}
+
     def operand(self, tensor: DraftTensor) -> DraftTensor:
         """A tensor as a generic operator reads it: a stored parameter, or all elements."""
         return tensor if is_stored(tensor) else self._written(tensor)
+
+    def is_trained(self, tensor: DraftTensor) -> bool:
+        """Whether its gradient may be asked for: something that is trained leads to it."""
+        if isinstance(tensor.node, DraftParameter):
+            return tensor.node.trainable
+        begun = self._drafts if not self._drafts or self._drafts[-1].outputs else self._drafts[:-1]
+        for draft in begun[len(self._trained) :]:
+            before = (self._trained.get(id(each.tensor.node), False) for each in draft.reads)
+            own = (
+                isinstance(each.tensor.node, DraftParameter) and each.tensor.node.trainable
+                for each in draft.weights
+            )
+            flows = any(each.differentiable for each in draft.outputs)
+            self._trained[id(draft)] = flows and (any(before) or any(own))
+        return self._trained.get(id(tensor.node), True)
 
     def generic(
         self,
@@ -113,7 +132,7 @@ class GenericBuilder(ExpertBuilder):
             averaged=[_position(loop, factors) for loop in averaged],
             count=math.prod(loop.size for loop in averaged),
             dtypes=[each.dtype for each in operands[:inputs]],
-            trained=[is_trained(each) for each in operands[:inputs]],
+            trained=[self.is_trained(each) for each in operands[:inputs]],
             work=work.to_attribute(),
         )
         made: list[Loop] = [
@@ -130,12 +149,6 @@ class GenericBuilder(ExpertBuilder):
 def is_stored(tensor: DraftTensor) -> bool:
     """Whether it is a parameter, as it is stored."""
     return isinstance(tensor.node, DraftParameter) and tensor.is_plain
-
-
-def is_trained(tensor: DraftTensor) -> bool:
-    """Whether its gradient may be asked for."""
-    made = tensor.node
-    return made.trainable if isinstance(made, DraftParameter) else not made.is_source
 
 
 def _kind(loop: FreeLoop, weights: range) -> DimKind:

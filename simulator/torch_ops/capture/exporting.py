@@ -31,6 +31,10 @@ from stratagem.simulator.torch_ops.capture.attributes import (
     tensors_lost,
     words_changed,
 )
+from stratagem.simulator.torch_ops.generic.looking_losses import (
+    WITHOUT_LOOKING,
+    masks_not_looked_at,
+)
 from stratagem.simulator.torch_ops.generic.own_backwards import own_backwards_kept
 
 _PACKAGE = Path(__file__).parents[1]
@@ -117,6 +121,7 @@ def _traced(
             _in_few_words(),
             _unchecked_distributions(),
             own_backwards_kept(),
+            masks_not_looked_at(),
         ):
             return torch.export.export(model, (), examples, strict=False), before, after
     except GuardOnDataDependentSymNode as error:
@@ -194,6 +199,9 @@ class _Refusing(TorchFunctionMode):
             )
         if func in _AT_PLACES and args[0].device.type == "meta":
             args = (args[0], _places_again(args[1], args[0].device), *args[2:])
+        if func in WITHOUT_LOOKING:
+            with self:
+                return WITHOUT_LOOKING[func](*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
         if func in _OF_NUMBERS and made.device.type == "meta":
             return _numbers_again(made, args[0])

@@ -20,7 +20,6 @@ from stratagem.simulator.graph.building.generic_builder import (
     FreeLoop,
     GenericResult,
     is_stored,
-    is_trained,
 )
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor
@@ -119,7 +118,7 @@ def operator_of(
         OperandShape(
             tuple(tuple(leaf.size for leaf in leaves_of(dim)) for dim in each.dims),
             each.dtype,
-            is_trained(each),
+            builder.is_trained(each),
         )
         for each in tensors
     ]

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stratagem.simulator.operators.step_programs import is_reference
+from stratagem.simulator.torch_ops.generic import looking_losses  # noqa: F401, for its operator
 from stratagem.simulator.torch_ops.generic.own_backwards import SPACE
 
 Call = list[Any]

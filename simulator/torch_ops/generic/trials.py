@@ -18,6 +18,9 @@ from stratagem.simulator.torch_ops.generic.calls import Call, run_calls
 LARGEST = 2**23
 """Scalars of all tensors of a trial; what torch cannot make smaller is not tried."""
 
+_DRAWS = 4
+"""Times that whole numbers are drawn until there is a result."""
+
 _META = torch.device("meta")
 
 _RELATIVE, _ABSOLUTE = 1e-7, 1e-9
@@ -240,6 +243,15 @@ class Trial:
         return self._ran(operands, shape, cotangent)
 
     def _whole(self, draw: Callable[..., Tensor], whole: _Whole) -> _Run | None:
+        """A run on what is drawn, again where whole numbers are not of the kind that is asked for.
+
+        Lengths of sequences may be such that a loss of them has no end.
+        """
+        counts = any(not each.is_float for each in self._operands)
+        runs = (self._drawn(draw, whole) for _ in range(_DRAWS if counts else 1))
+        return next((run for run in runs if run is not None), None)
+
+    def _drawn(self, draw: Callable[..., Tensor], whole: _Whole) -> _Run | None:
         given = []
         for k, each in enumerate(self._operands):
             shape = self._shape_of(k, self._sizes)
