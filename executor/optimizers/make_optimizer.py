@@ -62,11 +62,12 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
         tensor([0.5000, 0.5000])
 
     On a CUDA device, where CuPy is there, an update of SGD or Adam without groups, momentum,
-    amsgrad and averages is one kernel that also writes the copy.
+    amsgrad, coupled decay and averages is one kernel that also writes the copy.
     """
     if len(training.optimizers) > 1:
         return _Several(training, device)
-    plain = not (training.groups or training.momentum or training.amsgrad or training.average)
+    options = (training.momentum, training.amsgrad, training.coupled_decay, training.average)
+    plain = not (training.groups or any(options))
     if device is not None and device.type == "cuda" and has_cupy() and plain:
         if training.optimizer == "adam":
             return FusedAdam(training)
@@ -168,9 +169,9 @@ class _Adam(Stepping):
     """Kingma and Ba 2015: p −= rate · m̂ / (√v̂ + ε), with the means m of g and v of g².
 
     Weight decay is taken off the parameter itself, p −= rate · decay · p before (AdamW, Loshchilov
-    and Hutter 2019). torch's kernel does it in one pass over memory, for half the time of the
-    operators it is made of. It goes by places in memory, whatever the strides say, so all that it
-    is given lies in one piece.
+    and Hutter 2019), or added to the gradient where training says so. torch's kernel does it in
+    one pass over memory, for half the time of the operators it is made of. It goes by places in
+    memory, whatever the strides say, so all that it is given lies in one piece.
     """
 
     def _step(self, alike: Alike) -> None:
@@ -180,7 +181,8 @@ class _Adam(Stepping):
         device = parameters[0].device
         number = {each: torch.full((), float(each), device=device) for each in set(counts)}
         first, second = self.training.betas
-        torch._fused_adamw_(
+        update = torch._fused_adam_ if self.training.coupled_decay else torch._fused_adamw_
+        update(
             parameters,
             gradients,
             means,

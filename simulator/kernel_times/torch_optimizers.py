@@ -65,6 +65,8 @@ def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
             settings = {"optimizer": _CALLED[kind], "lr": float(group["lr"])}
             groups.append({**group, **settings})
         own = {mine: first[theirs] for theirs, mine in _READ[kind].items()}
+        if kind in ("Adam", "AdamW") and any(group["weight_decay"] for group in each.param_groups):
+            own["coupled_decay"] = not (kind == "AdamW" or first.get("decoupled_weight_decay"))
         if kind == "Muon":
             own["newton_schulz"] = _newton_schulz(first)
         if kind == "Adafactor":
@@ -123,11 +125,6 @@ def _check(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> Non
             raise ValueError(
                 f"{kind} has {name}={group[name]!r}, which no plan has; make it {needed!r}"
             )
-    if kind == "Adam" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-        raise ValueError(
-            f"Adam has weight_decay={group['weight_decay']}, which it adds to gradients; plans "
-            "take it off parameters, as AdamW does: make it 0, or take torch.optim.AdamW"
-        )
     if kind == "AdamW8bit" and group.get("amsgrad"):
         raise ValueError("AdamW8bit has amsgrad=True, which no plan has in 8 bits; make it False")
     alike = ("beta2_decay", "eps", "d") if kind == "Adafactor" else tuple(_READ[kind])

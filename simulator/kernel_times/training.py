@@ -39,6 +39,7 @@ _OPTIONS = {
     "momentum": {"sgd", "muon"},
     "nesterov": {"sgd", "muon"},
     "amsgrad": {"adam"},
+    "coupled_decay": {"adam"},
 }
 """Settings that only some optimizers have."""
 
@@ -72,6 +73,8 @@ class Training:
             Lion's mean as it is used and as it is kept.
         epsilon: what Adam and LAMB add to the root that they divide by.
         amsgrad: whether Adam divides by the largest of its means so far (Reddi et al. 2018).
+        coupled_decay: whether Adam adds its weight decay to the gradient, as `torch.optim.Adam`
+            does, instead of taking it off the parameter itself, as `AdamW` does.
         momentum: of SGD and Muon: the share of the last step that is made again.
         nesterov: whether they look ahead along it (Sutskever et al. 2013).
         newton_schulz: how Muon orthogonalises.
@@ -146,6 +149,7 @@ class Training:
     clip_value: float = 0.0
     epsilon: float = 1e-8
     amsgrad: bool = False
+    coupled_decay: bool = False
     momentum: float = 0.0
     nesterov: bool = False
     newton_schulz: NewtonSchulz = AS_TORCH

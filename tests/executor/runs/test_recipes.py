@@ -61,6 +61,10 @@ OPTIMIZERS: dict[str, Build] = {
     "groups of sgd": lambda m: optim.SGD(
         by_kind(m), lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True
     ),
+    "adam with decay": lambda m: optim.Adam(m.parameters(), lr=0.01, weight_decay=0.3, eps=1e-3),
+    "groups of adam": lambda m: optim.Adam(
+        by_kind(m, weight_decay=0.0), lr=0.01, weight_decay=0.3, amsgrad=True, eps=1e-3
+    ),
     "groups of adamw": lambda m: optim.AdamW(
         by_kind(m, weight_decay=0.5), lr=0.01, weight_decay=0.1, eps=1e-3
     ),
@@ -555,7 +559,6 @@ class Adam8bit(torch.optim.Adam):
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda m: optim.Adam(m.parameters(), weight_decay=0.1), "take torch.optim.AdamW"),
         (
             lambda m: optim.Adagrad(m.parameters()),
             "no optimizer of torch 'Adagrad'; there are SGD",
@@ -571,6 +574,18 @@ def test_what_no_plan_does_is_refused(build: Build, said: str) -> None:
     model = mlp_case().model
     with pytest.raises(ValueError, match=said):
         Training.of(build(model), model)
+
+
+def test_two_kinds_of_decay_are_not_in_one_plan() -> None:
+    model = mlp_case().model
+    first, *others = model.parameters()
+    both = [optim.Adam([first], weight_decay=0.1), optim.AdamW(others, weight_decay=0.1)]
+    with pytest.raises(ValueError, match=r"AdamW has coupled_decay=False, and another .* True"):
+        Training.of(both, model)
+    without = [optim.Adam([first]), optim.AdamW(others, weight_decay=0.1)]
+    assert not Training.of(without, model).coupled_decay
+    with pytest.raises(ValueError, match="coupled_decay is True, but optimizer 'sgd' has none"):
+        Training(optimizer="sgd", coupled_decay=True)
 
 
 def test_names_come_from_the_optimizer_or_from_the_model() -> None:

@@ -469,6 +469,7 @@ def test_an_argument_that_no_kind_has_is_refused(name: str) -> None:
     assert "test_capture_truth.py:" in str(caught.value) or "layer" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even")
 @pytest.mark.parametrize("name", sorted(set(IGNORED) - {"sparse"}))
 def test_an_argument_that_no_kind_has_is_left_to_torch(name: str) -> None:
     """The same calls as operators of their own: split or whole, they train as torch does."""
