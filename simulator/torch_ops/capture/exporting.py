@@ -31,6 +31,7 @@ from stratagem.simulator.torch_ops.capture.attributes import (
     tensors_lost,
     words_changed,
 )
+from stratagem.simulator.torch_ops.capture.nodes import source_line
 from stratagem.simulator.torch_ops.generic.looking_losses import (
     WITHOUT_LOOKING,
     masks_not_looked_at,
@@ -81,6 +82,7 @@ def _exported(
     model: nn.Module, given: Mapping[str, Any], name: str, prefix: str, returned: Returned
 ) -> ExportedProgram:
     program, before, after = _traced(model, given, name, returned)
+    _check_calls(program, name)
     for key in tensors_lost(before, after, program.constants):
         raise ValueError(
             f"capture of {name!r}: forward reads its {key.removeprefix(prefix)!r} and puts "
@@ -306,6 +308,29 @@ def _check_norms(model: nn.Module, name: str, prefix: str) -> None:
                 f"capture of {name!r}: {path.removeprefix(prefix)!r} ({type(module).__name__}) "
                 "has momentum=None, a mean over all steps so far, in which every step has another "
                 "weight; give it a number, such as momentum=0.1"
+            )
+
+
+_NO_OPERATORS = {
+    "cond": "what the model does depends on the values of a tensor (torch.cond), but a plan has "
+    "the same operators in every step: write the choice as torch.where",
+    "while_loop": "how often the model does something depends on the values of a tensor "
+    "(while_loop), but a plan has the same operators in every step: loop a number of times that "
+    "is known",
+    "_vmap_increment_nesting": "torch.vmap runs operators on tensors of which a dim is hidden, so "
+    "that nobody could split it: write them for all of it, as einsum does, or loop",
+}
+"""What an exported program may call that is no operator of tensors, and what is to be done."""
+
+
+def _check_calls(program: ExportedProgram, name: str) -> None:
+    """Refuse what is no operator where the model calls it."""
+    for node in program.graph.nodes:
+        called = getattr(node.target, "__name__", str(node.target))
+        if node.op == "call_function" and called in _NO_OPERATORS:
+            line = source_line(node)
+            raise ValueError(
+                f"capture of {name!r}: {_NO_OPERATORS[called]}{line and f' (at {line})'}"
             )
 
 

@@ -44,7 +44,9 @@ def source_line(node: Node) -> str:
     """
     trace = str(node.meta.get("stack_trace") or "")
     frames = [
-        (file, line) for file, line in _FRAME.findall(trace) if _TORCH not in Path(file).parents
+        (file, line)
+        for file, line in _FRAME.findall(trace)
+        if _TORCH not in Path(file).parents and not file.startswith("<eval_with_key>")
     ]
     return ":".join(frames[-1]) if frames else ""
 

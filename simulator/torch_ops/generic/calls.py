@@ -62,7 +62,7 @@ def function_of(name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), short), overload)
     except AttributeError as error:
         remedy = (
-            "capture the model in this process"
+            "capture the model in this process, as `stratagem run` does in each of its own"
             if space == SPACE
             else "import what registers it in the module of the model"
         )

@@ -137,3 +137,36 @@ def broken(model: Callable[[Tensor], Any]) -> nn.Module:
 def test_models_that_cannot_be_followed(model: Callable[[Tensor], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         capture(broken(model), (torch.ones(4, 5),))
+
+
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(3, 5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.vmap(lambda weight: (x @ weight).tanh())(self.weights)
+        return made.square().mean()
+
+
+class Choosing(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        made: Tensor = torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+        return made.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Ensemble, r"torch\.vmap runs operators .*einsum.* \(at .*test_capture_errors\.py:\d+\)"),
+        (Choosing, r"depends on the values of a tensor \(torch\.cond\).*write .* as torch\.where"),
+    ],
+)
+def test_what_is_no_operator_of_tensors_is_said_with_its_line(
+    kind: type[nn.Module], said: str
+) -> None:
+    """One ended in an error of its storage, the other in a list of convolutions that are near."""
+    with pytest.raises(ValueError, match=said):
+        capture(kind(), (torch.ones(4, 5),))
