@@ -13,8 +13,9 @@ as what a function keeps for it is known to the function alone.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,6 +158,44 @@ def own_backwards_kept() -> Iterator[None]:
     finally:
         _GOING.exports = False
         del _BASE.apply
+
+
+Import = tuple[str, str, tuple[Any, ...]]
+"""Where a function is found: its module, its name there, and the arguments of its calls."""
+
+
+def imports_of(calls: Iterable[str]) -> list[Import]:
+    """Where another process finds the functions among what operators call.
+
+    Raises:
+        ValueError: it finds one nowhere: that is of the main program, or made within another one.
+    """
+    found = []
+    for name in dict.fromkeys(calls):
+        own = _KNOWN.get(name.removeprefix(f"{SPACE}::").removesuffix(".default"))
+        if own is None or not name.startswith(SPACE):
+            continue
+        function = own.function
+        if function.__module__ == "__main__" or "<locals>" in function.__qualname__:
+            raise ValueError(
+                f"{function.__qualname__}, a torch.autograd.Function of {function.__module__}, is "
+                "found by no other process: put it into a module, outside of other functions, or "
+                "take the backend local"
+            )
+        arguments = tuple(None if each is _SLOT else each for each in own.arguments)
+        slots = tuple(at for at, each in enumerate(own.arguments) if each is _SLOT)
+        found.append((function.__module__, function.__qualname__, (arguments, slots)))
+    return found
+
+
+def import_again(found: Iterable[Import]) -> None:
+    """Make the operators of functions that another process found (`imports_of`)."""
+    for module, path, (given, slots) in found:
+        function: Any = importlib.import_module(module)
+        for part in path.split("."):
+            function = getattr(function, part)
+        arguments = tuple(_SLOT if at in slots else each for at, each in enumerate(given))
+        _name(function, arguments)
 
 
 def behind(operator: Any) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:

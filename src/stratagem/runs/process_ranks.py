@@ -33,6 +33,7 @@ from stratagem.simulator.base.files import atomic_path
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import ProcessBackend
+from stratagem.simulator.torch_ops.generic.own_backwards import import_again, imports_of
 
 TASK, RESULT, STATUS = "task.pt", "result.pt", "status.json"
 
@@ -77,11 +78,16 @@ def run_processes(
         resume=None if resume is None else find_checkpoint(resume).resolve(),
         keep=keep,
     )
+    functions = imports_of(
+        call for each in graph.operators for call, *_ in each.attributes.get("calls", ())
+    )
     with Scratch() as scratch:
         name = str(scratch.folder)
         task = {
             "plan": plan.to_json(),
             "graph": graph.to_json(),
+            "functions": functions,
+            "path": sys.path,
             "model_state": dict(model_state),
             "batch": dict(data) if isinstance(data, Mapping) else None,
             "backend": backend,
@@ -154,6 +160,9 @@ def main() -> None:
     # Mapped, so that the ranks of a machine have the model and the batch in memory once.
     task = torch.load(Path(folder, TASK), map_location="cpu", weights_only=True, mmap=True)
     rates, batch = task["rates"], task["batch"]
+    if task["functions"]:
+        sys.path += [each for each in task["path"] if each not in sys.path]
+        import_again(task["functions"])
     result = execute(
         Plan.from_json(task["plan"]),
         OperatorGraph.from_json(task["graph"]),

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
+import stratagem as sg
 from stratagem.simulator.operators.kinds.generics import is_generic
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.own_functions import Doubled, Doubling
 from tests.support.plans import (
     assert_equal_to_torch,
     double,
@@ -285,3 +287,36 @@ def test_hooks_on_gradients_are_refused(hook: Callable[[Model], Any], said: str)
     hook(model)
     with pytest.raises(ValueError, match=said):
         capture(model, (torch.randn(6, 6),))
+
+
+@pytest.mark.slow
+def test_processes_import_what_has_a_backward_of_its_own() -> None:
+    """They were given the graph alone, and did not know what to call."""
+    torch.manual_seed(0)
+    case = make_case(Doubling(), x=torch.randn(6, 6))
+    plan = make_plan(case, sharding("sample"), (2,))
+    runs = [
+        sg.execute(
+            plan,
+            case.model,
+            case.batch,
+            graph=case.graph,
+            steps=2,
+            progress=False,
+            backend=backend,
+        )
+        for backend in ("local", "gloo")
+    ]
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-6)
+    for name, value in runs[0].parameters.items():
+        torch.testing.assert_close(runs[1].parameters[name], value)
+
+
+def test_a_function_that_no_other_process_finds_is_refused() -> None:
+    class Hidden(Doubled):
+        pass
+
+    case = make_case(Doubling(Hidden), x=torch.randn(6, 6))
+    plan = make_plan(case, sharding("sample"), (2,))
+    with pytest.raises(ValueError, match=r"Hidden, .* is found by no other process: put it into"):
+        sg.execute(plan, case.model, case.batch, graph=case.graph, progress=False, backend="gloo")
