@@ -99,7 +99,9 @@ class Situation:
         what = _what_runs(run)
         made = self._recent.pop(what, None)
         if made is None:
-            made = simulate_plan(run, self.graph, self.costs, memory=self.memory)
+            # Prices that are kept are those of one training.
+            memory = self.memory if run.training == self.training else None
+            made = simulate_plan(run, self.graph, self.costs, memory=memory)
         self._recent[what] = made
         most = max(LEAST_REMEMBERED, REMEMBERED_OPERATORS // len(self.graph.operators))
         if len(self._recent) > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from stratagem.searcher.annealing.move_lists import moves_of
 from stratagem.searcher.methods.simple_strategies import pipeline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.garbage_collection import OBJECTS, seldom_collected
+from stratagem.searcher.space import situation as remembering
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.situation import REMEMBERED_SIMULATIONS, Situation
+from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
 from stratagem.searcher.space.stage_cuts import StageCutter, balanced_stages
 from stratagem.simulator.graph.image_splits import split_images
@@ -36,6 +38,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_rows import timed, timed_rows
 from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
+from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
@@ -180,19 +183,38 @@ def _fails_seldom_collected() -> None:
     raise RuntimeError(f"collected after {gc.get_threshold()[0]}")
 
 
-def test_plans_simulated_shortly_before_are_remembered_and_no_others() -> None:
+def test_plans_simulated_shortly_before_are_remembered_by_what_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever they are called, whoever made them: half of those of a search were met before."""
     situation = Situation(TEXT, CLUSTER, Training(), default_costs())
     plans = pipeline_plans(situation, "1f1b", "pipeline")
     first = situation.simulate(plans[0])
     assert situation.simulate(plans[0]) is first
+    alike = replace(plans[0], name="the same by another name", seed=7)
+    again = situation.simulate(alike)
+    assert again.plan is alike
+    assert (again.step_time, again.memory) == (first.step_time, first.memory)
+    # What runs otherwise is simulated, also under a cluster or a training of another size.
+    slower = replace(CLUSTER, intra_node=replace(CLUSTER.intra_node, bandwidth_gb_s=0.1))
+    for other in (
+        replace(plans[0], cluster=slower),
+        replace(plans[0], training=Training("bfloat16")),
+        replace(plans[0], schedule="gpipe"),
+        replace(plans[0], bucket_bytes=10**9),
+    ):
+        told = simulate_plan(other, TEXT, default_costs())
+        assert situation.simulate(other).step_time == told.step_time
+    assert situation.simulate(replace(plans[0], cluster=slower)).step_time > first.step_time
+    # The last ones only: what nobody asks for is forgotten.
+    monkeypatch.setattr(remembering, "LEAST_REMEMBERED", 2)
+    monkeypatch.setattr(remembering, "REMEMBERED_OPERATORS", 0)
     anew = Situation(TEXT, CLUSTER, Training(), default_costs())
-    # Plans that nobody keeps may get the places of earlier ones in memory.
-    for k in range(3 * REMEMBERED_SIMULATIONS):
-        plan = pipeline_plans(situation, "gpipe", "pipeline")[k % 3]
-        assert situation.simulate(plan).step_time == anew.simulate(plan).step_time
-    again = situation.simulate(plans[0])
-    assert again is not first
-    assert again.step_time == first.step_time
+    kept = [anew.simulate(plan) for plan in (*plans[:1], replace(plans[0], schedule="gpipe"))]
+    assert anew.simulate(plans[0]) is kept[0]
+    anew.simulate(replace(plans[0], bucket_bytes=10**9))
+    assert anew.simulate(plans[0]) is kept[0]
+    assert anew.simulate(kept[1].plan) is not kept[1]
 
 
 def test_rows_timed_at_once_are_those_of_each() -> None:
