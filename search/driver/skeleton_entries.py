@@ -288,9 +288,9 @@ class Space:
 
     def share_bound(self, entry: SkeletonEntry, seconds: float) -> None:
         """Take a bound of an entry as one of its skeleton under every policy."""
-        base = replace(entry.skeleton, recompute=self.policies[0])
+        base = without_policy(entry.skeleton)
         for other in self.entries:
-            if replace(other.skeleton, recompute=self.policies[0]) == base:
+            if without_policy(other.skeleton) == base:
                 other.bound = max(other.bound, seconds)
 
     def listed_bound(self, best: float) -> float:

@@ -70,11 +70,12 @@ class Refiner:
 
     def _by_bound(self, skeleton: Skeleton, best: Simulation) -> list[Neighbour]:
         """The neighbours that may be better, the lowest bound first."""
-        limit = best.step_time if best.fits else math.inf
         around = self.neighbourhood.around(skeleton, best)
         by_bound = [(self.neighbourhood.bound(near.skeleton), near) for near in around]
         return [
-            near for bound, near in sorted(by_bound, key=lambda pair: pair[0]) if bound < limit
+            near
+            for bound, near in sorted(by_bound, key=lambda pair: pair[0])
+            if bound < _to_beat(best)
         ]
 
     def _first(
@@ -92,7 +93,7 @@ class Refiner:
         """A neighbour whose choices are made anew."""
         if self.settle is None or not takes(near.skeleton):
             return
-        settled = self.settle(near, best.step_time if best.fits else math.inf)
+        settled = self.settle(near, _to_beat(best))
         if settled is not None:
             chosen = choices_of(settled.plan)
             form = Neighbour(near.kind, near.change + ANEW, settled.skeleton, chosen)
@@ -111,10 +112,15 @@ class Refiner:
             found = situation.simulate(plan)
             yield form, found
             within = self.neighbourhood.room(found)
-            if within.fits or (best.fits and found.step_time >= best.step_time):
+            if within.fits or found.step_time >= _to_beat(best):
                 return
             more = recomputing_more(form.skeleton, within, situation.graph, policies)
             form = None if more is None else Neighbour(near.kind, near.change + MORE, *more)
+
+
+def _to_beat(best: Simulation) -> float:
+    """Seconds of a step from which a plan is of no use: none where the best does not fit."""
+    return best.step_time if best.fits else math.inf
 
 
 def _distinct(first: Skeleton, most: int) -> Callable[[Skeleton], bool]:
