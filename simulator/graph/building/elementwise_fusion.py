@@ -12,7 +12,6 @@ from typing import Any
 
 from stratagem.simulator.graph.building.factor_unification import leaves_of
 from stratagem.simulator.graph.building.operator_drafts import (
-    DraftParameter,
     Loop,
     OperatorDraft,
     Read,
@@ -81,7 +80,7 @@ def _reads_in_two_ways(before: OperatorDraft, after: OperatorDraft) -> bool:
     ways: dict[int, set[str]] = {}
     for draft in (before, after):
         for read in draft.weights:
-            if isinstance(read.tensor.node, DraftParameter) and read.tensor.node.trainable:
+            if read.tensor.is_trained_parameter:
                 loops = [places.get(id(loop), id(loop)) for loop in read.loops]
                 way = repr((view_key(read.tensor), loops))
                 ways.setdefault(id(read.tensor.node), set()).add(way)

@@ -69,10 +69,7 @@ class GenericBuilder(ExpertBuilder):
         begun = self._drafts if not self._drafts or self._drafts[-1].outputs else self._drafts[:-1]
         for draft in begun[len(self._trained) :]:
             before = (self._trained.get(id(each.tensor.node), False) for each in draft.reads)
-            own = (
-                isinstance(each.tensor.node, DraftParameter) and each.tensor.node.trainable
-                for each in draft.weights
-            )
+            own = (each.tensor.is_trained_parameter for each in draft.weights)
             flows = any(each.differentiable for each in draft.outputs)
             self._trained[id(draft)] = flows and (any(before) or any(own))
         return self._trained.get(id(tensor.node), True)

@@ -120,6 +120,11 @@ class DraftTensor:
         return tuple(() if loop is None else loop.factors for loop in made.loops)
 
     @property
+    def is_trained_parameter(self) -> bool:
+        """Whether it is a parameter, seen through views or not, that training updates."""
+        return isinstance(self.node, DraftParameter) and self.node.trainable
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is seen as it was made, through no view."""
         return not self.selected and _same(self.dims, self.own)

@@ -21,7 +21,6 @@ from stratagem.simulator.base.misspelt_names import nearest
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
-    DraftParameter,
     DraftTensor,
     OperatorDraft,
 )
@@ -270,8 +269,7 @@ class Walker:
         def once(value: Any) -> Any:
             if isinstance(value, list):
                 return [once(each) for each in value]
-            stored = isinstance(value, DraftTensor) and isinstance(value.node, DraftParameter)
-            if not stored or not value.node.trainable:
+            if not isinstance(value, DraftTensor) or not value.is_trained_parameter:
                 return value
             if id(value.node) in seen:
                 return self._builder.handed_on(value)

@@ -19,24 +19,6 @@ from torch.nn.modules import transformer
 
 from stratagem.simulator.torch_ops.generic.own_backwards import SPACE
 
-_OP = f"{SPACE}::ctc_loss"
-
-
-@torch.library.custom_op(_OP, mutates_args=())
-def _ctc(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tensor:
-    """The loss of each sequence (Graves et al. 2006)."""
-    with torch.no_grad():
-        return _of_each(
-            log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
-        ).clone()
-
 
 def _of_each(
     log_probs: Tensor,
@@ -46,9 +28,13 @@ def _of_each(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
+    """The loss of each sequence (Graves et al. 2006)."""
     return functional.ctc_loss(
         log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity
     )
+
+
+_ctc = torch.library.custom_op(f"{SPACE}::ctc_loss", _of_each, mutates_args=())
 
 
 @_ctc.register_fake
