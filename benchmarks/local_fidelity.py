@@ -5,9 +5,10 @@
 
 Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo;
 or, on one device of a bundled cluster, eight plans that differ in microbatches and recompute:
-larger models on the GPU of this machine, the small ones on one of its cores (``local-cpu``).
-Operators, updates, the executor's dispatch and the link are measured here; nothing that is
-measured of a plan's step goes into its prediction. All plans are alive in the same processes and
+larger models on the GPU of this machine, in bfloat16 and by steps whose instructions are not
+timed, the small ones on one of its cores (``local-cpu``). Operators, updates, the executor's
+dispatch or launches and the link are measured here; nothing that is measured of a plan's step
+goes into its prediction. All plans are alive in the same processes and
 take turns, among themselves and with the timing of operators and of collectives, so that
 whatever else the machine does meets all of them alike: the speed of a shared machine drifts by
 more than the errors in question. Of every operator the mean of its turns counts. Prints one JSON
@@ -26,7 +27,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from stratagem.calibration.executor_measurements import (
     executor_dispatch,
     executor_update,
 )
+from stratagem.calibration.measured_links import measured_host
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
@@ -113,6 +115,8 @@ TURNS, STEPS = 15, 4
 """Every plan gets so many turns of so many steps, of which the first warms up; the operators have
 one before each.
 """
+GPU_STEPS = 10
+"""Of a turn on a GPU, whose host runs ahead: two warm up."""
 TURNS_A_LINK, LINK_REPEATS = 3, 4
 """After so many turns the collectives have one, with so many repeats a round."""
 EFFORT = Effort(seconds=0.0, max_drift=math.inf)
@@ -149,7 +153,7 @@ class Measured:
 class Setting:
     """Plans of models, each on all devices of a cluster; `device` is what torch calls them.
 
-    Every plan gets so many `turns`.
+    Every plan gets so many `turns`, and trains as `training` says.
     """
 
     cluster: Cluster
@@ -157,6 +161,7 @@ class Setting:
     models: Models
     plans: tuple[tuple[str, str], ...]
     turns: int = TURNS
+    training: Training = field(default_factory=Training)
 
     @property
     def load(self) -> int:
@@ -184,7 +189,7 @@ class Setting:
             model=graph.name,
             fingerprint=graph.fingerprint,
             cluster=self.cluster,
-            training=Training(),
+            training=self.training,
             stages=stages,
             num_microbatches=parts,
         )
@@ -212,7 +217,9 @@ def one_device(preset: str) -> Setting:
         *((first, name) for name in (WHOLE, PARTS, AGAIN, PARTS_AGAIN)),
         *((model, name) for model in (second, third) for name in (WHOLE, PARTS)),
     )
-    return Setting(cluster, "cpu" if is_cpu else "cuda", models, plans)
+    if is_cpu:
+        return Setting(cluster, "cpu", models, plans)
+    return Setting(cluster, "cuda", models, plans, training=Training("bfloat16"))
 
 
 def _strategy(graph: OperatorGraph, name: str, ways: int) -> Choices:
@@ -297,7 +304,7 @@ def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster
     if typical:
         link = fit_link(typical, LOOPBACK, shares_compute=True)
         cluster = replace(cluster, intra_node=link, inter_node=link)
-    return found, cluster
+    return found, measured_host(cluster) if setting.device == "cuda" else cluster
 
 
 LinkTimings = list[list[CollectiveTiming]]
@@ -321,6 +328,9 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
         runners.append((interpreter, Batches(batch_of(model, graph), graph)))
     turns: list[list[Turn]] = [[] for _ in runners]
     timings: LinkTimings = []
+    steps, warm = RunOptions(steps=STEPS), slice(1, None)
+    if setting.device == "cuda":  # As most steps of a run: the first and the last are timed.
+        steps, warm = RunOptions(steps=GPU_STEPS, timed_every=GPU_STEPS), slice(2, -1)
     for turn in range(setting.turns):
         if comm.rank == 0:
             profile(setting, plans, folder / f"{turn}.sqlite")
@@ -328,8 +338,8 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
         if turn % TURNS_A_LINK == 0 and comm.world_size > 1:
             timings.append(time_collectives(comm, repeats=LINK_REPEATS))
         for (interpreter, batches), done in zip(runners, turns, strict=True):
-            result = train(interpreter, batches, RunOptions(steps=STEPS), place=Place())
-            done.append((result.step_times[1:], result.timeline, os.getloadavg()[0]))
+            result = train(interpreter, batches, steps, place=Place())
+            done.append((result.step_times[warm], result.timeline, os.getloadavg()[0]))
     if comm.rank == 0:
         written = [_summary(done) for done in turns]
         (folder / "measured.json").write_text(json.dumps(written))
@@ -406,9 +416,10 @@ def profile(setting: Setting, plans: Sequence[Plan], cache_file: Path) -> None:
             for (model, _), plan in zip(setting.plans, plans, strict=True)
             for each in plan_operators(setting.graph(model), plan)
         ]
-        profile_operators(operators, Training(), timings, device=device, load=load, effort=EFFORT)
+        training = setting.training
+        profile_operators(operators, training, timings, device=device, load=load, effort=EFFORT)
         profile_updates(
-            Training(), timings, executor_update, device=device, load=load, effort=EFFORT
+            training, timings, executor_update, device=device, load=load, effort=EFFORT
         )
         if device == "cpu":
             profile_dispatch(timings, executor_dispatch, load=load)
@@ -452,6 +463,7 @@ def main() -> None:
         "message": figures(link.latency_us, link.bandwidth_gb_s),
         "collectives": [figures(g.latency_us, g.bandwidth_gb_s) for g in link.by_group_size],
         "wait": round(link.wait(cluster.num_devices), 3),
+        "launch_us": round(cluster.calibration.launch_us, 1),
         "load": [round(x, 2) for x in os.getloadavg()],
     }
     print(json.dumps(summary), flush=True)

@@ -309,7 +309,7 @@ def _corrected(
 ) -> Cost:
     error = plain.relative_error if correction.error is None else correction.error
     seconds = correction.seconds(_sample(operator, plain, training))
-    return Cost(seconds, CostSource.FITTED, max(error, LEAST_ERROR))
+    return Cost(seconds, CostSource.CORRECTED, max(error, LEAST_ERROR))
 
 
 def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
@@ -322,7 +322,7 @@ def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
     constant, slope = solution / scale
     errors = (constant + slope * sizes) / seconds - 1.0
     error = max(LEAST_ERROR, float(np.abs(errors).max()))
-    return Cost(float(constant + slope * num_parameters), CostSource.FITTED, error)
+    return Cost(float(constant + slope * num_parameters), CostSource.CORRECTED, error)
 
 
 def _measured_cost(measurement: Measurement) -> Cost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,11 @@ import torch
 from stratagem.simulator.plan.provenance import Environment
 from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
+
+CYCLES_A_SECOND = 2e9
+"""Of a GPU at its fastest, nearly; a slower one waits longer."""
+FIRST_AHEAD, LEAST_AHEAD, MOST_AHEAD = 1e-3, 5e-5, 2e-2
+"""Seconds that a GPU waits for its host: at first, at least, and at most."""
 
 
 class DeviceClock(Protocol):
@@ -22,6 +27,9 @@ class DeviceClock(Protocol):
 
     def seconds(self, start: Any, stop: Any) -> float:
         """Seconds between two stamps, once that work is done."""
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """A context whose work the device begins when the host has given it all, nearly."""
 
 
 class CpuClock:
@@ -41,18 +49,32 @@ class CpuClock:
         """See `DeviceClock`."""
         return (stop - start) * 1e-9
 
+    def ahead(self) -> AbstractContextManager[None]:
+        """See `DeviceClock`; host and device are one."""
+        return nullcontext()
+
 
 class CudaClock:
     """The clock of a CUDA device: events in its current stream.
 
-    The host starts kernels and does not wait for them: while the device fills its caches with
-    something else, the host is ahead, and what is between two events is the kernels' own time.
-    What starting them costs is the device type's ``launch_us``, which the simulator adds where the
-    host is the slower of the two.
+    The host starts kernels and does not wait for them. While the device waits, for twice as long
+    as the host took the last time, the host gets ahead, and what is between two events is the
+    kernels' own time. What starting them costs the host is ``launch_us`` of the device type and
+    of the cluster's calibration.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._host_seconds = FIRST_AHEAD
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """See `DeviceClock`."""
+        waits = min(max(2 * self._host_seconds, LEAST_AHEAD), MOST_AHEAD)
+        torch.cuda._sleep(round(waits * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+        begun = time.perf_counter()
+        yield
+        self._host_seconds = time.perf_counter() - begun
 
     def now(self) -> torch.cuda.Event:
         """See `DeviceClock`; an event."""

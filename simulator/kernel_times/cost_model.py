@@ -27,11 +27,21 @@ class Direction(enum.Enum):
 
 
 class CostSource(enum.Enum):
-    """Where a cost comes from, best first."""
+    """Where a cost comes from, best first.
+
+    `MEASURED` is the time of this very operator on the device that runs it, `CORRECTED` what times
+    of its relatives there say; `FITTED` and `ROOFLINE` are a model of its type of device.
+    """
 
     MEASURED = "measured"
+    CORRECTED = "corrected"
     FITTED = "fitted"
     ROOFLINE = "roofline"
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it rests on times of the device itself, which no calibration is made for."""
+        return self in (CostSource.MEASURED, CostSource.CORRECTED)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from stratagem.simulator.sharding.choice import Choice
 Distinct = TypeVar("Distinct")
 
 MANY = 1000
+NO_COST = "none"
+"""The source of the cost of an operator that costs nothing."""
 """Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from stratagem.simulator.hardware.collective_times import Collective, collective
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
-from stratagem.simulator.kernel_times.cost_model import CostModel, Direction, tile_efficiency
+from stratagem.simulator.kernel_times.cost_model import Cost, CostModel, Direction, tile_efficiency
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
@@ -34,7 +34,7 @@ from stratagem.simulator.operators.kinds.experts import with_loads
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes, shape_of
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
-from stratagem.simulator.pricing.cost_rows import OperatorRow, timed_rows, to_ns
+from stratagem.simulator.pricing.cost_rows import NO_COST, OperatorRow, timed_rows, to_ns
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -275,19 +275,32 @@ class OperatorPricer:
     def _cost(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
-        scale = self.calibration.scale(matmul=kind_of(operator).product is not None)
+        matmul = kind_of(operator).product is not None
+        scale = self.calibration.scale(matmul=matmul)
         costs = [
-            self.costs.operator_cost(
-                operator,
-                sizes,
-                direction,
-                self.training,
-                self.calibration.device(device, scale),
+            self._calibrated(
+                self.costs.operator_cost(
+                    operator,
+                    sizes,
+                    direction,
+                    self.training,
+                    self.calibration.device(device, scale),
+                ),
+                matmul=matmul,
             )
             for device in self.devices
         ]
         worst = max(costs, key=lambda cost: cost.seconds)
-        return worst.seconds * scale, worst.relative_error, worst.source.value
+        return worst.seconds, worst.relative_error, worst.source.value
+
+    def _calibrated(self, cost: Cost, *, matmul: bool) -> Cost:
+        """A cost as training on the cluster shows it: the scales correct a model of the device.
+
+        What was timed on the device has nothing to correct.
+        """
+        if cost.source.is_timed:
+            return cost
+        return replace(cost, seconds=cost.seconds * self.calibration.scale(matmul=matmul))
 
     def _inner_collectives(
         self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
@@ -375,11 +388,10 @@ class OperatorPricer:
         return self._moving(nbytes)
 
     def _update_seconds(self, num_parameters: int, training: Training) -> float:
-        scale = self.calibration.memory_scale
-        return scale * max(
-            self.costs.update_cost(num_parameters, training, device).seconds
-            for device in self.devices
-        )
+        costs = [
+            self.costs.update_cost(num_parameters, training, device) for device in self.devices
+        ]
+        return max(self._calibrated(cost, matmul=False).seconds for cost in costs)
 
     def _orthogonalised(self, operator: Operator, lies: Residence, training: Training) -> Priced:
         """Bringing the direction of a matrix to every device, and Muon's products there."""
@@ -447,7 +459,7 @@ class _Passes:
     inner_forward: float = 0.0
     inner_backward: float = 0.0
     relative_error: float = 0.0
-    source: str = "none"
+    source: str = NO_COST
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.recipe_check import check_recipe
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
 from stratagem.simulator.plan.weight_stashing import check_stashing
-from stratagem.simulator.pricing.cost_rows import PricedTime
+from stratagem.simulator.pricing.cost_rows import NO_COST, PricedTime
 from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import (
     BoundaryRow,
@@ -145,9 +145,10 @@ class PlanModel:
 
     @cached_property
     def spread(self) -> float:
-        """How far clusters are apart; 0 where the cluster, or some operator, has been measured."""
+        """How far clusters are apart; 0 where its steps or all the plan's operators were timed."""
+        timed = {source.value for source in CostSource if source.is_timed} | {NO_COST}
         rows = (stage.table.row(i) for stage in self.stages for i in stage.table.operators)
-        if any(CostSource.MEASURED.value in row.sources for row in rows):
+        if all(timed.issuperset(row.sources) for row in rows):
             return 0.0
         return self.plan.cluster.calibration.spread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -31,6 +32,7 @@ from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.cluster import Cluster, Link
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.plan.provenance import ProcessBackend
@@ -42,6 +44,8 @@ LEAST_SECONDS = 1e-9
 """Of a dispatch that noise makes faster than nothing."""
 DISPATCH_STEPS = 12
 """Of the small program that shows what an instruction takes; as many warm up."""
+LAUNCH_LAYERS = 8
+"""Of the program that shows what a launch takes: an update is a small part of its kernels."""
 
 
 def executor_update(
@@ -96,6 +100,46 @@ def executor_dispatch() -> dict[Direction, Measurement]:
     }
 
 
+def executor_launch(device: str = "cuda") -> float:
+    """Seconds that the executor's host takes to launch a kernel, as in most steps of a run.
+
+    A GPT so small that its kernels do next to nothing is run by the interpreter, no instruction
+    timed; what a step takes the host is shared among the kernels that the simulator counts. Where
+    kernels are shorter than that, a GPU waits for its host (`Calibration.launch_us`).
+
+    Example:
+        >>> executor_launch("cuda")  # doctest: +SKIP
+        2.1e-05
+    """
+    graph = gpt(
+        num_layers=LAUNCH_LAYERS, hidden=64, num_heads=4, vocabulary=64, sequence=16, batch=2
+    )
+    plan = _one_rank_plan(graph)
+    program = prepare(plan, graph)
+    spent = run_local(
+        1, lambda comm: _host_seconds(Interpreter(program, comm, _state(graph))), device=device
+    )[0]
+    launched = sum(
+        num_kernels(operator, plan.training, backward=backward)
+        for operator, trained in zip(graph.operators, graph.needs_gradient, strict=True)
+        if not operator.is_source
+        for backward in ((False, True) if trained else (False,))
+    )
+    return spent / launched
+
+
+def _host_seconds(interpreter: Interpreter) -> float:
+    """What the host takes to issue a step to a device that has nothing to do."""
+    device, spent = interpreter.comm.device, []
+    for _ in range(2 * DISPATCH_STEPS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        interpreter.issue(_zeros(interpreter))
+        spent.append(time.perf_counter() - begun)
+    return statistics.median(spent[DISPATCH_STEPS:])
+
+
 def _one_rank_plan(graph: OperatorGraph) -> Plan:
     mesh = DeviceMesh((MeshAxis("one", 1),), (0,))
     choices = {operator.name: Choice((REPLICATE,)) for operator in graph.operators}
@@ -115,12 +159,17 @@ def _state(graph: OperatorGraph) -> dict[str, Tensor]:
 
 def _cold_steps(interpreter: Interpreter) -> list[StepRecord]:
     evict = evictor(interpreter.comm.device, Effort())
-    batch = {
+    batch = _zeros(interpreter)
+    records = [interpreter.step(batch, between=evict) for _ in range(2 * DISPATCH_STEPS)]
+    return records[DISPATCH_STEPS:]
+
+
+def _zeros(interpreter: Interpreter) -> dict[str, Tensor]:
+    """A batch of tokens."""
+    return {
         given.name: torch.zeros(given.shape, dtype=torch.int64)
         for given in interpreter.program.graph.inputs
     }
-    records = [interpreter.step(batch, between=evict) for _ in range(2 * DISPATCH_STEPS)]
-    return records[DISPATCH_STEPS:]
 
 
 def _kernel_seconds(graph: OperatorGraph) -> Mapping[Direction, Mapping[str, float]]:

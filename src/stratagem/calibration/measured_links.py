@@ -7,7 +7,11 @@ from pathlib import Path
 
 import torch
 
-from stratagem.calibration.executor_measurements import LOOPBACK, measure_collectives
+from stratagem.calibration.executor_measurements import (
+    LOOPBACK,
+    executor_launch,
+    measure_collectives,
+)
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.machine.device_clocks import describe_environment
@@ -55,8 +59,8 @@ class MeasuredCluster:
 def measured_links(cluster: Cluster, *, cache: str | Path | None = None) -> MeasuredCluster:
     """`cluster` with the link in a node as measured between devices of this machine now.
 
-    All else stays as it is given, the link between nodes too, of which one machine shows nothing.
-    A single device has no link.
+    With GPUs, so is what the host takes to launch a kernel. All else stays as it is given, the
+    link between nodes too, of which one machine shows nothing. A single device has no link.
 
     Args:
         cluster: of one device type, CPUs or the GPU of this machine.
@@ -69,6 +73,8 @@ def measured_links(cluster: Cluster, *, cache: str | Path | None = None) -> Meas
     """
     backend = check_links(cluster)
     count, given = cluster.devices_per_node, cluster.intra_node
+    if backend == "nccl":
+        cluster = measured_host(cluster)
     if count == 1:
         return MeasuredCluster(cluster)
     timings = measure_collectives(count, backend=backend)
@@ -80,6 +86,16 @@ def measured_links(cluster: Cluster, *, cache: str | Path | None = None) -> Meas
         keep_collectives(kept, environment, timings, backend, link=name)
     link = replace(fit_link(timings, name, shares_compute=on_cpu), num_cards=given.num_cards)
     return MeasuredCluster(replace(cluster, intra_node=link), tuple(fit_collectives(timings)))
+
+
+def measured_host(cluster: Cluster) -> Cluster:
+    """`cluster` with what this machine's host takes to launch a kernel on its GPU."""
+    known = cluster.calibration
+    launch_us = 1e6 * executor_launch("cuda")
+    return replace(
+        cluster,
+        calibration=replace(known, launch_us=launch_us, relative_error=known.spread),
+    )
 
 
 def check_links(cluster: Cluster) -> ProcessBackend:

@@ -22,6 +22,7 @@ from stratagem.profiler import (
     profile_operators,
 )
 from stratagem.profiler.costs.correction import RIDGES, SCALE, Sample, _fit, learn
+from stratagem.profiler.machine.device_clocks import CpuClock
 from stratagem.profiler.timing import operator_timing
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
@@ -161,7 +162,7 @@ def test_chains_learn_from_chains_of_the_same_functions(cache) -> None:
     given_ = (asked, asked.sizes, Direction.FORWARD, Training(), DEVICE)
     cost = costs.operator_cost(*given_)
     assert cost.seconds == pytest.approx(8 * RooflineCosts().operator_cost(*given_).seconds)
-    assert cost.source is CostSource.FITTED
+    assert cost.source is CostSource.CORRECTED
 
 
 def test_explain_says_what_was_learned(cache) -> None:
@@ -179,7 +180,7 @@ def test_explain_says_what_was_learned(cache) -> None:
     assert rows["elementwise"][3] <= 2 / 3 * math.log(4) + 1e-9
 
 
-class CpuTime:
+class CpuTime(CpuClock):
     """A clock that stands still while other programs have the core."""
 
     def now(self) -> int:
@@ -220,7 +221,7 @@ def test_half_of_the_shapes_predict_the_other_half(cache, tmp_path, monkeypatch)
                 key.operator, key.operator.sizes, key.direction, Training(), DEVICE
             )
             off[cost.source].append(abs(math.log(cost.seconds / measured.median_s)))
-    assert len(off[CostSource.FITTED]) == len(off[CostSource.ROOFLINE]) >= 20
-    assert statistics.median(off[CostSource.FITTED]) < 0.5 * statistics.median(
+    assert len(off[CostSource.CORRECTED]) == len(off[CostSource.ROOFLINE]) >= 20
+    assert statistics.median(off[CostSource.CORRECTED]) < 0.5 * statistics.median(
         off[CostSource.ROOFLINE]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from typer.testing import CliRunner, Result
 
 import stratagem as sg
 from stratagem.calibration import measured_links, profile_space
+from stratagem.calibration.executor_measurements import executor_launch
 from stratagem.cli.app import app
 from stratagem.profiler import CollectiveTiming, TimingCache, time_collectives
 from stratagem.profiler.cache.timing_keys import CollectiveEntry, CollectiveKey, Measurement
 from stratagem.profiler.timing.collective_timing import KINDS
 from stratagem.profiler.timing.link_fits import fitted_links, price
 from stratagem.simulator.graph.models import gpt, mlp
-from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.hardware.cluster import Calibration, Cluster, Link
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import axis_link
 from stratagem.simulator.plan.provenance import Environment
@@ -227,6 +229,25 @@ def timings_over(link: Link, size: int) -> list[CollectiveTiming]:
     ]
 
 
+def test_a_measured_host_makes_no_cluster_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch costs says nothing of how far steps are off."""
+    monkeypatch.setattr(measured_links, "executor_launch", lambda device: 21e-6)
+    plain = replace(Cluster.preset("dgx-h200"), calibration=Calibration())
+    found = measured_links.measured_host(plain).calibration
+    assert found.launch_us == pytest.approx(21.0)
+    assert found.spread == Calibration().spread > 0
+
+
+def test_a_launch_takes_the_host_some_microseconds() -> None:
+    """Beside what eager torch takes for an addition, of which a step has many."""
+    one = torch.ones(1)
+    begun = time.perf_counter()
+    for _ in range(1000):
+        one + one
+    addition = (time.perf_counter() - begun) / 1000
+    assert 0.5 * addition < executor_launch("cpu") < 500 * addition
+
+
 class TestMeasuredLinks:
     @pytest.fixture
     def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
@@ -260,11 +281,14 @@ class TestMeasuredLinks:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
         checked: list[int] = []
         monkeypatch.setattr(measured_links, "check_gpus", checked.append)
+        monkeypatch.setattr(measured_links, "executor_launch", lambda device: 21e-6)
         given = Cluster.preset("dgx-h200", num_nodes=2)
         found = measured_links.measured_links(given).cluster
         assert checked == [8]
         assert asked == [(8, "nccl")]
-        assert replace(found, intra_node=given.intra_node) == given
+        assert found.calibration == replace(given.calibration, launch_us=21.0)
+        calibration = given.calibration
+        assert replace(found, intra_node=given.intra_node, calibration=calibration) == given
         assert found.intra_node.name == given.intra_node.name
         assert not found.intra_node.shares_compute
         again = sg.fit_links(given)

@@ -133,7 +133,7 @@ class TestDispatch:
         larger = {**operator.sizes, "in": 32}
         cost = costs.operator_cost(operator, larger, *asked[2:])
         plain = RooflineCosts().operator_cost(operator, larger, *asked[2:])
-        assert cost.source is CostSource.FITTED
+        assert cost.source is CostSource.CORRECTED
         assert cost.seconds == pytest.approx(1.0 + 2 * plain.seconds)
 
 

@@ -13,7 +13,12 @@ from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Calibration, Cluster, preset_names
-from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource, RooflineCosts
+from stratagem.simulator.kernel_times.cost_model import (
+    Cost,
+    CostModel,
+    CostSource,
+    RooflineCosts,
+)
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
@@ -74,6 +79,48 @@ def test_costs_that_are_measured_need_no_calibration() -> None:
     simulation = simulated(Cluster.preset("dgx-a100"), Measured())
     assert simulation.is_calibrated
     assert simulation.relative_error == pytest.approx(RooflineCosts().relative_error)
+
+
+@pytest.mark.parametrize("source", list(CostSource))
+def test_what_was_timed_on_the_device_is_not_scaled(source: CostSource) -> None:
+    """On an H200 products took what they had been timed at, and 1.36 times as long was predicted.
+
+    The scales of a cluster are what its steps took beyond a model of its device.
+    """
+
+    class Sourced(RooflineCosts):
+        def operator_cost(self, *arguments, **named):  # type: ignore[no-untyped-def]
+            return Cost(1e-3, source, 0.1)
+
+        def update_cost(self, *arguments, **named):  # type: ignore[no-untyped-def]
+            return Cost(1e-3, source, 0.1)
+
+    cluster = Cluster.preset("dgx-h200", num_nodes=1, devices_per_node=1)
+    plain, scaled = (
+        simulated(
+            replace(cluster, calibration=replace(cluster.calibration, **scales)), Sourced()
+        ).step_time
+        for scales in (
+            {"product_scale": 1.0, "memory_scale": 1.0},
+            {"product_scale": 1.5, "memory_scale": 1.5},
+        )
+    )
+    timed = source in (CostSource.MEASURED, CostSource.CORRECTED)
+    assert scaled == pytest.approx((1.0 if timed else 1.5) * plain, rel=0.01)
+
+
+def test_costs_of_which_some_are_measured_are_as_uncertain_as_the_cluster() -> None:
+    """One operator that had been timed made the prediction of all others a calibrated one."""
+
+    class Partly(Measured):
+        def operator_cost(self, operator, *arguments, **named):  # type: ignore[no-untyped-def]
+            timed = operator.kind == "layer_norm"
+            costs = super() if timed else RooflineCosts()
+            return costs.operator_cost(operator, *arguments, **named)
+
+    simulation = simulated(Cluster.preset("dgx-a100"), Partly())
+    assert not simulation.is_calibrated
+    assert simulation.relative_error >= 0.25
 
 
 def test_the_same_chip_multiplies_as_fast_wherever_it_is() -> None:
