@@ -169,8 +169,9 @@ class Calibration:
     attention take `product_scale` times as long as the device model says, everything else
     `memory_scale` times; kernels that were timed on the device take what they took. `launch_us` is
     what the host takes to launch a kernel: it launches one after the other and runs ahead of the
-    device, which waits for it where kernels are small. With 0 no kernel is faster than its own launch on the device says. `reserved_gib` of a device's
-    memory are taken by communicators and fragments, beside what the device says.
+    device, which waits for it where kernels are small. With 0 no kernel is faster than its own
+    launch on the device says. `reserved_gib` of a device's memory are taken by communicators and
+    fragments, beside what the device says.
 
     `stall_us` is what a host loses on average for each collective that it launches, while the
     threads that serve the network keep its processor busy: all through a step where stages on
