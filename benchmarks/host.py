@@ -123,28 +123,38 @@ def theirs(
     *,
     compiled: Callable[[nn.Module], nn.Module] = lambda model: model,
     capturable: bool = False,
+    loaded: bool = False,
 ) -> Step:
     """A step of torch, with its fused optimizer: eager, or of the model as it is `compiled`.
 
-    A CUDA graph can record a step whose optimizer is `capturable`: it counts on the device.
+    A CUDA graph can record a step whose optimizer is `capturable`: it counts on the device. Each
+    step brings its batch from the host, as training does, unless it was `loaded` before.
     """
     model, training = _made(case).to(device), case.training
-    batch = {name: each.to(device) for name, each in case.batch.items()}
+    given = dict(case.batch)
     if training.formats.master:
         model = model.bfloat16()
-        batch = {
+        given = {
             name: each.bfloat16() if each.is_floating_point() else each
-            for name, each in batch.items()
+            for name, each in given.items()
         }
+    there = {name: each.to(device) for name, each in given.items()}
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
         parameters, lr=training.learning_rate, fused=True, capturable=capturable
     )
     forward = compiled(model)
 
+    def batch() -> dict[str, Tensor]:
+        if loaded or device == "cpu":
+            return there
+        return {
+            name: each.pin_memory().to(device, non_blocking=True) for name, each in given.items()
+        }
+
     def step() -> None:
         with torch.enable_grad():
-            loss = forward(**batch)
+            loss = forward(**batch())
             loss.backward()
         if training.clip_norm:
             torch.nn.utils.clip_grad_norm_(parameters, training.clip_norm, foreach=True)

@@ -539,6 +539,22 @@ def _inputs_of(program: Program, instructions: Sequence[Instruction]) -> set[str
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
     """A tensor on a device; on its way to a GPU, from memory that torch keeps for such copies."""
+    return _lent(device, tensor).to(device, non_blocking=device.type == "cuda")
+
+
+def bring(tensor: Tensor, place: Tensor) -> None:
+    """Copy a tensor to where it is read, as `_on` does; the host waits for no device.
+
+    Example:
+        >>> there = torch.zeros(2)
+        >>> bring(torch.ones(2), there)
+        >>> there
+        tensor([1., 1.])
+    """
+    place.copy_(_lent(place.device, tensor), non_blocking=place.device.type == "cuda")
+
+
+def _lent(device: torch.device, tensor: Tensor) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+        return tensor.pin_memory()
+    return tensor

@@ -189,6 +189,7 @@ def _train(
             record = interpreter.step(batch, keep_gradients=keep)
         else:
             record = StepRecord(interpreter.issue(batch), (), 0, timed=False)
+        if not record.timed:
             place.enter(step, "waiting for the device", waits=True)
             flight.issued()
         place.enter(step, "between two steps")
