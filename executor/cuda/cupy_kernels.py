@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE
+from stratagem.executor.cuda.tensor_tables import Table
 from stratagem.simulator.torch_ops.kernels.library_versions import dotted
 
 THREADS = 256
@@ -129,23 +130,41 @@ def _kernel(name: str, device: int) -> Any:
     return _module().get_function(name)
 
 
-def start(name: str, num_threads: int, *arguments: Any) -> None:
+@lru_cache(maxsize=256)
+def _stream(device: int, address: int) -> Any:
+    """torch's current stream as CuPy's, which holds no more than where it is."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
+
+
+@lru_cache(maxsize=64)
+def _device(number: int) -> Any:
+    import cupy
+
+    return cupy.cuda.Device(number)
+
+
+def start(name: str, num_threads: int, *arguments: Any, most_blocks: int = MOST_BLOCKS) -> None:
     """Start a kernel on torch's current stream; tensors are passed by their addresses.
 
     Args:
         num_threads: how many elements there are to work on, one a thread.
-        arguments: tensors, None for a null pointer, and NumPy scalars of the kernel's own types.
+        arguments: tensors, None for a null pointer, tables, which are passed by value, and NumPy
+            scalars of the kernel's own types.
+        most_blocks: how many blocks share the work at most.
     """
-    import cupy
-
     device = torch.cuda.current_device()
-    blocks = max(1, min(MOST_BLOCKS, -(-num_threads // THREADS)))
-    stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream())
-    with cupy.cuda.Device(device), stream:
-        _kernel(name, device)((blocks,), (THREADS,), tuple(map(_passed, arguments)))
+    blocks = max(1, min(most_blocks, -(-num_threads // THREADS)))
+    stream = _stream(device, torch.cuda.current_stream().cuda_stream)
+    given = tuple(map(_passed, arguments))
+    with _device(device), stream:
+        _kernel(name, device)((blocks,), (THREADS,), given)
 
 
 def _passed(argument: Any) -> Any:
-    if argument is None:
-        return np.uint64(0)
-    return np.uint64(argument.data_ptr()) if isinstance(argument, Tensor) else argument
+    if isinstance(argument, Tensor):
+        return np.uint64(argument.data_ptr())
+    if isinstance(argument, Table):
+        return argument.packed
+    return np.uint64(0) if argument is None else argument

@@ -47,6 +47,7 @@ from stratagem.executor.state.batch_norm_counters import counters_of
 from stratagem.executor.state.gathered_results import gather_results
 from stratagem.executor.state.gradient_lists import (
     GradientChange,
+    clip_scale,
     clipped,
     handfuls,
     sum_of_squares,
@@ -455,12 +456,16 @@ class Interpreter:
 
         def run() -> None:
             length = None if norm is None else self._memory.values[norm]
+            scale = self._scale_inside(length)
             for handful in handfuls(self._changes(named)):
-                scaled = self._scaled(handful, length)
-                if self.gradients is not None:
+                is_seen = self.gradients is not None
+                scaled = self._scaled(handful, length) if is_seen or scale is None else handful
+                if is_seen:
                     for change in scaled:
                         self._keep_gradient(change.name, change.gradient, shares[change.name])
-                if not self._overflowed:
+                if scale is not None:
+                    self.optimizer.all_of(handful, scale)
+                elif not self._overflowed:
                     self.optimizer.all_of(scaled)
             if moves and not self._overflowed:
                 self.optimizer.all_of([move() for move in moves])
@@ -499,6 +504,17 @@ class Interpreter:
             return change._replace(gradient=part.reshape(change.parameter.shape))
 
         return moved
+
+    def _scale_inside(self, norm: Tensor | None) -> Tensor | None:
+        """What the optimizer itself multiplies gradients by, if that is all that is done to them.
+
+        Then nothing is made of them: their clipping is part of the pass that reads them.
+        """
+        training = self.program.plan.training
+        alone = self.scale is None and not training.clip_value
+        if norm is None or not (training.clip_norm and alone and self.optimizer.takes_scale):
+            return None
+        return clip_scale(norm, training.clip_norm).float()
 
     def _scaled(
         self, changes: Sequence[GradientChange], norm: Tensor | None

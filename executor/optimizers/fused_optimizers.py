@@ -1,29 +1,43 @@
-"""SGD and Adam as one kernel a parameter, which also writes the copy in a lower precision.
+"""SGD and Adam as one kernel for many parameters, which also clips and writes the copies.
 
-Rate and number of updates lie on the device, so that a captured step can be run again with others.
+Rate and numbers of updates lie on the device, so that a captured step can run again with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.executor.cuda.cuda_sources import TYPE_CODES
-from stratagem.executor.cuda.cupy_kernels import start
+from stratagem.executor.cuda.cuda_sources import MOST_CELLS, MOST_TENSORS
+from stratagem.executor.cuda.cupy_kernels import THREADS, start
+from stratagem.executor.cuda.tensor_tables import Row, is_known, table_of, table_of_cells
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import Training
+
+PAGE = 256
+"""Parameters whose numbers of updates lie in one tensor."""
+
+WORDS = 4
+"""Of 32 bits in a `struct cell`: the number of updates, and what updates derive from it."""
+
+MOST_BLOCKS = 2**31 - 1
+"""A block for each chunk: those of a long launch take the places of those that are done."""
 
 
 class FusedSGD:
     """p −= rate · (g + decay · p), see `stratagem.executor.optimizers.make_optimizer`."""
 
+    takes_scale = True
+    _kernel = "sgd"
+
     def __init__(self, training: Training) -> None:
         self._decay = np.float64(training.weight_decay)
         self._rate = _Rate(training.learning_rate)
-        self._counts: dict[str, Tensor] = {}
+        self._counts = _Counts()
 
     @property
     def rate(self) -> float:
@@ -38,20 +52,23 @@ class FusedSGD:
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
     ) -> None:
         """See `Optimizer.__call__`."""
-        self._count(name, parameter)
-        gradient, worked = _readable(gradient), _workable(parameter)
-        start(
-            "sgd",
-            parameter.numel(),
-            *(worked, gradient, _code(gradient), *_written(copy)),
-            *(self._rate.on(parameter.device), self._decay, np.int64(parameter.numel())),
-        )
-        _finish(worked, parameter, copy)
+        self.all_of([GradientChange(name, parameter, gradient, copy)])
 
-    def all_of(self, changes: Sequence[GradientChange]) -> None:
-        """See `Optimizer.all_of`: a kernel each, which casts and copies too."""
-        for change in changes:
-            self(*change)
+    def all_of(self, changes: Sequence[GradientChange], scale: Tensor | None = None) -> None:
+        """See `Optimizer.all_of`: a kernel for `MOST_TENSORS`, which casts and copies too."""
+        if len({change.name for change in changes}) < len(changes):
+            for change in changes:  # One update is to be made of the other.
+                self.all_of([change], scale)
+            return
+        self._count(changes)
+        for some in _parts(changes, MOST_TENSORS):
+            worked = [_workable(change.parameter) for change in some]
+            table, chunks = table_of([self._row(*each) for each in zip(some, worked, strict=True)])
+            if chunks:
+                arguments = table, scale, *self._arguments(worked[0].device)
+                start(self._kernel, chunks * THREADS, *arguments, most_blocks=MOST_BLOCKS)
+            for change, each in zip(some, worked, strict=True):
+                _finish(each, change.parameter, change.copy)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -59,46 +76,46 @@ class FusedSGD:
 
     def updates(self, name: str) -> int:
         """See `Optimizer.updates`; waits for the device."""
-        return int(self._counts[name]) if name in self._counts else 0
+        return self._counts.of(name)
 
     def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
         """See `Optimizer.load`."""
-        self._counts[name] = torch.tensor(updates, dtype=torch.int32)
+        self._counts.set(name, updates)
 
-    def _count(self, name: str, parameter: Tensor) -> Tensor:
-        """The number of this update, on the device."""
-        count = self._counts.get(name)
-        if count is None:
-            count = torch.zeros((), dtype=torch.int32, device=parameter.device)
-        self._counts[name] = count.to(parameter.device)
-        return self._counts[name].add_(1)
+    def _count(self, changes: Sequence[GradientChange]) -> None:
+        """Raise the numbers of updates, and derive from them what updates need."""
+        for some in _parts(changes, MOST_CELLS):
+            cells = [self._counts.cell(each.name, each.parameter.device) for each in some]
+            start(
+                "count_updates",
+                len(cells),
+                *(table_of_cells(cells), self._rate.on(some[0].parameter.device)),
+                *(*self._falling(), self._decay, np.int64(len(cells))),
+            )
+
+    def _falling(self) -> tuple[np.float64, np.float64]:
+        """The powers by which means of gradients and squares lack less and less."""
+        return np.float64(0), np.float64(0)
+
+    def _row(self, change: GradientChange, worked: Tensor) -> Row:
+        cell = self._counts.cell(change.name, worked.device)
+        return Row(worked, _readable(change.gradient), cell, _written(change.copy))
+
+    def _arguments(self, device: torch.device) -> tuple[Any, ...]:
+        return self._rate.on(device), self._decay
 
 
 class FusedAdam(FusedSGD):
     """Adam with the weight decay of AdamW, see `stratagem.executor.optimizers.make_optimizer`."""
 
+    _kernel = "adam"
+
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        numbers = (*training.betas, training.weight_decay, training.epsilon)
-        self._numbers = [np.float64(number) for number in numbers]
+        first, second = training.betas
+        self._betas = np.float64(first), np.float64(second)
+        self._epsilon = np.float64(training.epsilon)
         self._states: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def __call__(
-        self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
-    ) -> None:
-        """See `Optimizer.__call__`."""
-        worked = _workable(parameter)
-        if name not in self._states:
-            self._states[name] = torch.zeros_like(worked), torch.zeros_like(worked)
-        count, gradient = self._count(name, parameter), _readable(gradient)
-        start(
-            "adam",
-            parameter.numel(),
-            *(worked, gradient, _code(gradient), *self._states[name], *_written(copy)),
-            *(self._rate.on(parameter.device), count, *self._numbers),
-            np.int64(parameter.numel()),
-        )
-        _finish(worked, parameter, copy)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
@@ -111,6 +128,18 @@ class FusedAdam(FusedSGD):
         """See `Optimizer.load`."""
         super().load(name, state, updates)
         self._states[name] = _workable(state["mean"]), _workable(state["square"])
+
+    def _falling(self) -> tuple[np.float64, np.float64]:
+        return self._betas
+
+    def _row(self, change: GradientChange, worked: Tensor) -> Row:
+        if change.name not in self._states:
+            self._states[change.name] = torch.zeros_like(worked), torch.zeros_like(worked)
+        mean, square = self._states[change.name]
+        return super()._row(change, worked)._replace(mean=mean, square=square)
+
+    def _arguments(self, device: torch.device) -> tuple[Any, ...]:
+        return *self._betas, self._epsilon
 
 
 class _Rate:
@@ -131,6 +160,49 @@ class _Rate:
         return self._there
 
 
+class _Counts:
+    """Numbers of updates by parameter, on the device, where recorded steps raise them too.
+
+    Each is the first word of a `struct cell`. Cells lie in pages and stay where they are: a graph
+    knows them by their place.
+    """
+
+    def __init__(self) -> None:
+        self._cells: dict[str, Tensor] = {}
+        self._given: dict[str, int] = {}
+        self._free: list[Tensor] = []
+
+    def cell(self, name: str, device: torch.device) -> Tensor:
+        """The cell of a parameter, which has what it was given before it was on a device."""
+        found = self._cells.get(name)
+        if found is None:
+            if not self._free or self._free[-1].device != device:
+                page = torch.zeros((PAGE, WORDS), dtype=torch.int32, device=device)
+                self._free = [*page.unbind()]
+            found = self._cells[name] = self._free.pop()
+            if name in self._given:
+                found[0].fill_(self._given.pop(name))
+        return found
+
+    def of(self, name: str) -> int:
+        """How often a parameter has been updated; waits for the device."""
+        cell = self._cells.get(name)
+        return self._given.get(name, 0) if cell is None else int(cell[0])
+
+    def set(self, name: str, updates: int) -> None:
+        """Go on from so many updates."""
+        if name in self._cells:
+            self._cells[name][0].fill_(updates)
+        else:
+            self._given[name] = updates
+
+
+def _parts(changes: Sequence[GradientChange], most: int) -> Iterator[Sequence[GradientChange]]:
+    """Changes in their order, so many at a time at most."""
+    for first in range(0, len(changes), most):
+        yield changes[first : first + most]
+
+
 def _workable(tensor: Tensor) -> Tensor:
     """A tensor as kernels change it: in one piece, in float32; itself where it is that."""
     return tensor.float().contiguous()
@@ -138,34 +210,23 @@ def _workable(tensor: Tensor) -> Tensor:
 
 def _readable(gradient: Tensor) -> Tensor:
     """A gradient as kernels read it: in one piece, in float32 if they do not know its format."""
-    if not _is_known(gradient):
+    if not is_known(gradient):
         gradient = gradient.float()
     return gradient.contiguous()
 
 
-def _format(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _written(copy: Tensor | None) -> Tensor | None:
+    """The copy, where the kernel writes it itself."""
+    return copy if copy is not None and _is_written(copy) else None
 
 
-def _is_known(tensor: Tensor) -> bool:
-    """Whether kernels read and write its format."""
-    return _format(tensor) in TYPE_CODES
-
-
-def _code(tensor: Tensor) -> np.int32:
-    return np.int32(TYPE_CODES[_format(tensor)])
-
-
-def _written(copy: Tensor | None) -> tuple[Tensor | None, np.int32]:
-    """The copy and its format, where the kernel writes it itself."""
-    if copy is None or not _is_known(copy):
-        return None, np.int32(0)
-    return copy, _code(copy)
+def _is_written(copy: Tensor) -> bool:
+    return is_known(copy) and copy.is_contiguous()
 
 
 def _finish(worked: Tensor, parameter: Tensor, copy: Tensor | None) -> None:
     """Write what the kernel does not: a parameter that it cannot change, and other copies."""
     if worked is not parameter:
         parameter.copy_(worked)
-    if copy is not None and not _is_known(copy):
+    if copy is not None and not _is_written(copy):
         copy.copy_(worked)

@@ -24,9 +24,15 @@ class Optimizer(Protocol):
     """Changes parameters in place; what it remembers of each lies as the parameter does.
 
     `rate` is the learning rate of the next updates, and may be set before every step.
+    `takes_scale` says whether `all_of` multiplies gradients itself, in the pass in which it reads
+    them: then what clips them costs no other pass over memory.
     """
 
     rate: float
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether `all_of` takes a scale."""
 
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
@@ -36,8 +42,13 @@ class Optimizer(Protocol):
         A `copy` in another dtype then gets the same value.
         """
 
-    def all_of(self, changes: Sequence[GradientChange]) -> None:
-        """Make several changes, with as few kernels as can be."""
+    def all_of(self, changes: Sequence[GradientChange], scale: Tensor | None = None) -> None:
+        """Make several changes, with as few kernels as can be.
+
+        Args:
+            scale: a number in float32 on the device, which gradients are multiplied by before all
+                else; only where `takes_scale`.
+        """
 
     def state(self, name: str) -> dict[str, Tensor]:
         """What is remembered of a parameter, by name: tensors of the shape of its part, or what
@@ -62,7 +73,8 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
         tensor([0.5000, 0.5000])
 
     On a CUDA device, where CuPy is there, an update of SGD or Adam without groups, momentum,
-    amsgrad, coupled decay and averages is one kernel that also writes the copy.
+    amsgrad, coupled decay and averages is one kernel for many parameters, which also clips their
+    gradients and writes their copies.
     """
     if len(training.optimizers) > 1:
         return _Several(training, device)
@@ -117,13 +129,18 @@ class _Several:
         """See `Optimizer.__call__`."""
         self.of(name)(name, parameter, gradient, copy)
 
-    def all_of(self, changes: Sequence[GradientChange]) -> None:
+    @property
+    def takes_scale(self) -> bool:
+        """See `Optimizer.takes_scale`: whether all of them do."""
+        return all(each.takes_scale for each in self._each.values())
+
+    def all_of(self, changes: Sequence[GradientChange], scale: Tensor | None = None) -> None:
         """See `Optimizer.all_of`."""
         found: dict[str, list[GradientChange]] = {}
         for change in changes:
             found.setdefault(self._called(change.name), []).append(change)
         for called, own in found.items():
-            self._each[called].all_of(own)
+            self._each[called].all_of(own, scale)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""

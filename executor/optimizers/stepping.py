@@ -27,6 +27,8 @@ class Alike(NamedTuple):
 class Stepping(ABC):
     """What optimizers have in common: rates, states by parameter, and counts of updates."""
 
+    takes_scale = False
+
     def __init__(self, training: Training) -> None:
         self.rate = training.learning_rate
         self.training = training
@@ -40,8 +42,9 @@ class Stepping(ABC):
         """See `Optimizer.__call__`."""
         self.all_of([GradientChange(name, parameter, gradient, copy)])
 
-    def all_of(self, changes: Sequence[GradientChange]) -> None:
+    def all_of(self, changes: Sequence[GradientChange], scale: Tensor | None = None) -> None:
         """See `Optimizer.all_of`."""
+        assert scale is None, "gradients come scaled"
         self._count(changes)
         for alike in by_dtype(changes):
             given = [change.parameter for change in alike]

@@ -51,8 +51,17 @@ def clipped(gradients: Sequence[Tensor], norm: Tensor, longest: float) -> list[T
         >>> clipped([torch.tensor([3.0, 4.0])], torch.tensor(5.0), 1.0)
         [tensor([0.6000, 0.8000])]
     """
-    scale = (longest / (norm + 1e-6)).clamp(max=1.0)
-    return list(torch._foreach_mul(list(gradients), scale))
+    return list(torch._foreach_mul(list(gradients), clip_scale(norm, longest)))
+
+
+def clip_scale(norm: Tensor, longest: float) -> Tensor:
+    """What gradients are multiplied by, to be no longer than `longest` together.
+
+    Example:
+        >>> clip_scale(torch.tensor(4.0), 2.0)
+        tensor(0.5000)
+    """
+    return (longest / (norm + 1e-6)).clamp(max=1.0)
 
 
 def handfuls(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]]:

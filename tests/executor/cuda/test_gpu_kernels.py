@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE, TYPE_CODES
+from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE
 from stratagem.executor.cuda.cupy_kernels import has_cupy
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
@@ -32,65 +32,52 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def code(dtype: torch.dtype) -> ctypes.c_int:
-    return ctypes.c_int(TYPE_CODES[str(dtype).removeprefix("torch.")])
+def fused_optimizer(training: Training) -> FusedSGD:
+    return FusedAdam(training) if training.optimizer == "adam" else FusedSGD(training)
 
 
 def numbers(seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers of a GPU whose kernels are those of the host."""
+    monkeypatch.setattr("stratagem.executor.optimizers.fused_optimizers.start", start_on_host)
+
+
 @pytest.mark.parametrize("copied", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.usefixtures("on_host")
 def test_updates_are_those_of_torch(
-    compiled: ctypes.CDLL,
-    optimizer: str,
-    decay: float,
-    dtype: torch.dtype,
-    copied: torch.dtype,
+    optimizer: str, decay: float, dtype: torch.dtype, copied: torch.dtype
 ) -> None:
     training = Training(optimizer=optimizer, learning_rate=3e-3, weight_decay=decay)
-    update = make_optimizer(training)
+    update, fused = make_optimizer(training), fused_optimizer(training)
     ours, theirs = numbers(0), numbers(0)
     copies = [torch.empty(SIZE, dtype=copied) for _ in range(2)]
-    mean, square = torch.zeros(SIZE), torch.zeros(SIZE)
-    rate, count = torch.tensor(training.learning_rate), torch.zeros((), dtype=torch.int32)
     for step in range(5):
         gradient = numbers(step + 1, 10.0**-step).to(dtype)
         update("p", theirs, gradient, copies[1])
-        count += 1
-        given = address(ours), address(gradient), code(dtype)
-        real, length = ctypes.c_double, ctypes.c_longlong(SIZE)
-        if optimizer == "adam":
-            betas = [real(beta) for beta in training.betas]
-            states = address(mean), address(square), address(copies[0]), code(copied)
-            compiled.adam(
-                *(*given, *states, address(rate), address(count), *betas),
-                *(real(decay), real(Training().epsilon), length),
-            )
-        else:
-            copy = address(copies[0]), code(copied)
-            compiled.sgd(*given, *copy, address(rate), real(decay), length)
+        fused("p", ours, gradient, copies[0])
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
         torch.testing.assert_close(copies[0], ours.to(copied), rtol=0, atol=0)
-    if optimizer == "adam":
-        state = update.state("p")
-        torch.testing.assert_close(mean, state["mean"], rtol=1e-5, atol=1e-8)
-        torch.testing.assert_close(square, state["square"], rtol=1e-5, atol=1e-10)
+    mine, other = fused.state("p"), update.state("p")
+    assert list(mine) == list(other) == (["mean", "square"] if optimizer == "adam" else [])
+    for name, atol in zip(mine, (1e-8, 1e-10), strict=False):
+        torch.testing.assert_close(mine[name], other[name], rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_fused_optimizers_are_those_of_torch(
-    optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("on_host")
+def test_fused_optimizers_are_those_of_torch(optimizer: str, dtype: torch.dtype) -> None:
     """With the kernels on the host: arguments, rates that change, copies, states to go on from."""
-    monkeypatch.setattr("stratagem.executor.optimizers.fused_optimizers.start", start_on_host)
     training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
     theirs = make_optimizer(training)
-    ours: FusedSGD = FusedAdam(training) if optimizer == "adam" else FusedSGD(training)
+    ours = fused_optimizer(training)
     parameters = [numbers(0), numbers(0)]
     copies = [torch.empty(SIZE, dtype=dtype) for _ in range(2)]
     for step in range(6):
@@ -135,41 +122,28 @@ def test_fused_words_follow_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(fused(rows, 5, 30, step, key), words(rows, 5, 30, step, key))
 
 
-def test_without_a_copy_nothing_else_is_written(compiled: ctypes.CDLL) -> None:
-    parameter, gradient = numbers(0), numbers(1)
-    expected = parameter - 0.5 * gradient
-    rate, zero = torch.tensor(0.5), ctypes.c_double(0)
-    compiled.sgd(
-        *(
-            address(parameter),
-            address(gradient),
-            code(torch.float32),
-            address(None),
-            ctypes.c_int(0),
-        ),
-        *(address(rate), zero, ctypes.c_longlong(SIZE - 1)),
-    )
-    assert torch.equal(parameter[:-1], expected[:-1])
-    assert parameter[-1] == numbers(0)[-1]
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.usefixtures("on_host")
+def test_nothing_else_is_written(first: int) -> None:
+    """Neither before nor behind a parameter, whether it lies aligned or not."""
+    whole, gradient = numbers(0), numbers(1)
+    expected = whole - 0.5 * gradient
+    chosen = slice(first, SIZE - 1)
+    update = FusedSGD(Training(optimizer="sgd", learning_rate=0.5))
+    update("p", whole[chosen], gradient[chosen])
+    assert torch.equal(whole[chosen], expected[chosen])
+    assert whole[-1] == numbers(0)[-1]
+    assert torch.equal(whole[:first], numbers(0)[:first])
 
 
-def test_rounding_to_bfloat16_is_that_of_torch(compiled: ctypes.CDLL) -> None:
+@pytest.mark.usefixtures("on_host")
+def test_rounding_to_bfloat16_is_that_of_torch() -> None:
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-45, 1.00390625]
     patterns = torch.randint(-(2**31), 2**31, (SIZE,), dtype=torch.int64).to(torch.int32)
     values = torch.cat([torch.tensor(special), patterns.view(torch.float32)])
     copy = torch.empty(len(values), dtype=torch.bfloat16)
-    rate, zero = torch.tensor(0.0), ctypes.c_double(0)
-    gradient = torch.zeros_like(values)
-    compiled.sgd(
-        *(
-            address(values),
-            address(gradient),
-            code(torch.float32),
-            address(copy),
-            code(copy.dtype),
-        ),
-        *(address(rate), zero, ctypes.c_longlong(len(values))),
-    )
+    update = FusedSGD(Training(optimizer="sgd", learning_rate=0.0))
+    update("p", values, torch.zeros_like(values), copy)
     expected = values.bfloat16()
     assert bool(((copy == expected) | (copy.isnan() & expected.isnan())).all())
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stratagem.executor.cuda.tensor_tables import Table
 from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub
 from tests.support.cuda.host_kernels import start_on_host
 
@@ -324,12 +325,18 @@ def recording(hub: Hub) -> tuple[RecordingNccl, RecordingStreams]:
     return RecordingNccl(FakeNccl(hub), streams), streams
 
 
-def start(name: str, num_threads: int, *arguments: Any) -> None:
+def start(name: str, num_threads: int, *arguments: Any, most_blocks: int = 1) -> None:
     """Start a kernel on the compute stream of this thread, if it has one, or record that."""
     streams: RecordingStreams | None = getattr(RecordingStreams.local, "streams", None)
     if streams is None or streams.graph is None:
         start_on_host(name, num_threads, *arguments)
         return
-    keep = streams.graph.keep
-    held = [keep(each) if isinstance(each, Tensor) else each for each in arguments]
+    held = [_held(streams.graph, each) for each in arguments]
     streams.issue(partial(start_on_host, name, num_threads, *held), streams.compute)
+
+
+def _held(graph: Graph, argument: Any) -> Any:
+    """An argument as a graph keeps it: what is passed by value as it is now."""
+    if isinstance(argument, Table):
+        return Table(argument.packed.copy(), tuple(map(graph.keep, argument.tensors)))
+    return graph.keep(argument) if isinstance(argument, Tensor) else argument

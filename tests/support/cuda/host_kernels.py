@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
 from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.cuda.tensor_tables import Table
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.simulator.kernel_times.training import Training
 
@@ -48,16 +49,26 @@ def host_kernels() -> ctypes.CDLL:
         shutil.rmtree(folder)
 
 
-def start_on_host(name: str, num_threads: int, *arguments: Any) -> None:
+def start_on_host(name: str, num_threads: int, *arguments: Any, most_blocks: int = 1) -> None:
     """What `cupy_kernels.start` does, on the host."""
     getattr(host_kernels(), name)(*map(passed, arguments))
 
 
 def passed(argument: Any) -> Any:
-    """A tensor by its address, None as a null pointer, a NumPy scalar by its own type."""
+    """A tensor by its address, None as a null pointer, a NumPy scalar by its own type, and a
+    table as a struct of its bytes."""
+    if isinstance(argument, Table):
+        return struct_of(argument.packed.nbytes).from_buffer_copy(argument.packed.tobytes())
     if argument is None or isinstance(argument, Tensor):
         return ctypes.c_void_p(None if argument is None else argument.data_ptr())
     return KINDS[type(argument)](argument)
+
+
+@lru_cache(maxsize=8)
+def struct_of(nbytes: int) -> type[ctypes.Structure]:
+    """A struct of so many bytes, aligned as pointers are."""
+    words = ctypes.c_uint64 * (nbytes // 8)
+    return type("Struct", (ctypes.Structure,), {"_fields_": [("words", words)]})
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Tables of tensors that a kernel gets by value, so that one launch works on many of them.
+
+A recorded graph keeps the arguments of its kernels, so what it has of a table stays right; the
+tensors themselves must stay where they are, as all that a graph reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stratagem.executor.cuda.cuda_sources import CELLS, CHUNK, TENSORS, TYPE_CODES
+
+ALIGNMENT = 16
+"""Bytes of four float32, which a thread reads at once where they lie so."""
+
+
+class Table(NamedTuple):
+    """An argument that a kernel gets by value: a struct of bytes, with addresses of `tensors`."""
+
+    packed: NDArray[Any]
+    tensors: tuple[Tensor, ...]
+
+
+class Row(NamedTuple):
+    """A parameter in one piece in float32, and what is read and written with it.
+
+    Gradient and copy are in formats that kernels know, `mean` and `square` are Adam's, and `cell`
+    holds its number of updates.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    cell: Tensor
+    copy: Tensor | None = None
+    mean: Tensor | None = None
+    square: Tensor | None = None
+
+
+def format_of(tensor: Tensor) -> str:
+    """The name of a tensor's dtype, without torch's own."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether kernels read and write its format."""
+    return format_of(tensor) in TYPE_CODES
+
+
+def table_of(rows: Sequence[Row]) -> tuple[Table, int]:
+    """A launch's `struct tensors`, and how many chunks its tensors have together.
+
+    Args:
+        rows: as many as a launch takes at most, which are `MOST_TENSORS`.
+    """
+    packed = np.zeros(1, TENSORS)
+    columns = {name: packed[name][0] for name in TENSORS.names or () if name != "count"}
+    lengths = [row.parameter.numel() for row in rows]
+    ends = [*accumulate(-(-length // CHUNK) for length in lengths)]
+    addresses = {
+        name: [0 if each is None else each.data_ptr() for each in tensors]
+        for name, tensors in zip(Row._fields, zip(*rows, strict=True), strict=True)
+    }
+    together = np.array([addresses[name] for name in Row._fields if name != "cell"], np.uint64)
+    found = {
+        **addresses,
+        "length": lengths,
+        "end": ends,
+        "gradient_type": [_code(row.gradient) for row in rows],
+        "copy_type": [_code(row.copy) for row in rows],
+        "aligned": ~(together % ALIGNMENT).any(0),
+    }
+    for name, values in found.items():
+        columns[name][: len(rows)] = values
+    packed["count"] = len(rows)
+    held = tuple(each for row in rows for each in row if each is not None)
+    return Table(packed, held), ends[-1]
+
+
+def table_of_cells(cells: Sequence[Tensor]) -> Table:
+    """A launch's `struct cells`, of as many as it takes at most, which are `MOST_CELLS`."""
+    packed = np.zeros(1, CELLS)
+    packed["cell"][0, : len(cells)] = [cell.data_ptr() for cell in cells]
+    return Table(packed, tuple(cells))
+
+
+def _code(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else TYPE_CODES[format_of(tensor)]
