@@ -57,8 +57,8 @@ DEVICE float from_bfloat16(unsigned short given) {
 DEVICE unsigned short to_bfloat16(float given) {
     union bits made;
     made.number = given;
-    if (given != given) return 0x7fc0;
-    return (unsigned short)((made.pattern + 0x7fff + ((made.pattern >> 16) & 1)) >> 16);
+    const word rounded = (made.pattern + 0x7fff + ((made.pattern >> 16) & 1)) >> 16;
+    return (unsigned short)(given != given ? 0x7fc0 : rounded);
 }
 
 """
@@ -84,7 +84,7 @@ def _access() -> str:
         write.append(f"{case} (({kind} *)held)[i] = {store}(given); break;\n")
         read_four.append(
             f"{case} {{\n"
-            f"        const {four} found = *(const {four} *)((const {kind} *)held + i);\n"
+            f"        const {four} found = ((const {four} *)held)[i >> 2];\n"
             f"        for (int j = 0; j < 4; ++j) made.at[j] = {load}(found.at[j]);\n"
             f"        break;\n    }}\n"
         )
@@ -92,7 +92,7 @@ def _access() -> str:
             f"{case} {{\n"
             f"        {four} made;\n"
             f"        for (int j = 0; j < 4; ++j) made.at[j] = {store}(given.at[j]);\n"
-            f"        *({four} *)(({kind} *)held + i) = made;\n"
+            f"        (({four} *)held)[i >> 2] = made;\n"
             f"        break;\n    }}\n"
         )
     return f"""
