@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.setting import Case, Figures, Setting
-from benchmarks.gpu.worlds import kernels, seconds_of
+from benchmarks.gpu.worlds import kernels, seconds_of, wait_for_device
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
+from stratagem.executor.state.gradient_lists import GradientChange, clip_scale, sum_of_squares
 from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
@@ -39,8 +41,10 @@ def cases(setting: Setting) -> list[Case]:
     ]
     return [
         *right,
+        Case("adam, 148 tensors", partial(_many, setting)),
         Case("words of dropout", partial(_words, setting)),
         *fast,
+        Case("speed of adam, 148 tensors", partial(_many_speed, setting)),
         Case("speed of words", partial(_words_speed, setting)),
     ]
 
@@ -101,6 +105,97 @@ def _update_speed(setting: Setting, optimizer: str, dtype: str) -> Figures:
         "ratio": spent[0] / spent[1],
         "ours_gb_s": moved / spent[0] / 1e9,
     }
+
+
+def _shapes(setting: Setting) -> list[tuple[int, ...]]:
+    """Of all parameters of GPT-2 of 124 million: an embedding, products and biases."""
+    hidden, vocabulary = setting.size(768, 12), setting.size(50257, 101)
+    norm = [(hidden,)] * 2
+    first, second, third, fourth = (
+        [(n * hidden, m * hidden), (m * hidden,)] for n, m in ((1, 3), (1, 1), (1, 4), (4, 1))
+    )
+    layer = [*norm, *first, *second, *norm, *third, *fourth]
+    return [(vocabulary, hidden), (setting.size(1024, 16), hidden), *(12 * layer), *norm]
+
+
+def _changes(setting: Setting, seed: int) -> list[GradientChange]:
+    """Masters in float32, gradients in bfloat16, and copies in it."""
+    generator = torch.Generator(setting.device).manual_seed(seed)
+    made = []
+    for n, shape in enumerate(_shapes(setting)):
+        master = torch.randn(shape, generator=generator, device=setting.device) / 50
+        gradient = torch.randn(shape, generator=generator, device=setting.device).bfloat16()
+        made.append(GradientChange(str(n), master, gradient, master.bfloat16()))
+    return made
+
+
+def _torch_twin(changes: Sequence[GradientChange]) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """Parameters in float32 with the same gradients, and torch's kernel for them."""
+    theirs = [change.parameter.clone().requires_grad_() for change in changes]
+    for parameter, change in zip(theirs, changes, strict=True):
+        parameter.grad = change.gradient.float()
+    eps = _training("adam").epsilon
+    made = torch.optim.AdamW(theirs, lr=RATE, weight_decay=DECAY, eps=eps, fused=True)
+    return theirs, made
+
+
+def _many(setting: Setting) -> Figures:
+    """All parameters of a model in few launches, clipped, against torch's clipping and kernel."""
+    changes = _changes(setting, 1)
+    theirs, by_torch = _torch_twin(changes)
+    with kernels(setting):
+        update = _ours("adam")
+        for step in range(STEPS):
+            norm = sum_of_squares([each.gradient for each in changes], theirs[0].device).sqrt()
+            longest = float(norm) / (step + 2)
+            update.all_of(changes, clip_scale(norm, longest).float())
+            for parameter, change in zip(theirs, changes, strict=True):
+                parameter.grad = change.gradient.float()
+            torch.nn.utils.clip_grad_norm_(theirs, longest)
+            by_torch.step()
+    pairs = zip(changes, theirs, strict=True)
+    off = max(
+        float((ours.parameter - other.detach()).abs().max() / other.detach().abs().max())
+        for ours, other in pairs
+    )
+    same = all(
+        each.copy is not None and torch.equal(each.copy, each.parameter.bfloat16())
+        for each in changes
+    )
+    return {"error": off, "copies_are_rounded": same, "agrees": off < 1e-5 and same}
+
+
+def _many_speed(setting: Setting) -> Figures:
+    """Beside torch's kernel on float32, which neither clips nor writes copies."""
+    changes = _changes(setting, 1)
+    _, by_torch = _torch_twin(changes)
+    scale = torch.full((), 0.5, device=setting.device)
+    with kernels(setting):
+        update = _ours("adam")
+        ours, theirs = (
+            _best(setting, run) for run in (lambda: update.all_of(changes, scale), by_torch.step)
+        )
+        host = _host_seconds(setting, lambda: update.all_of(changes, scale))
+    moved = sum(each.parameter.numel() for each in changes) * BYTES["adam"]
+    return {
+        "ours_ms": 1e3 * ours,
+        "theirs_ms": 1e3 * theirs,
+        "ratio": ours / theirs,
+        "ours_gb_s": moved / ours / 1e9,
+        "host_ms": 1e3 * host,
+    }
+
+
+def _host_seconds(setting: Setting, run: Callable[[], object]) -> float:
+    """The least that the host takes to issue something to a device that has nothing to do."""
+    spent = []
+    for _ in range(REPEATS):
+        wait_for_device(setting)
+        begun = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - begun)
+    wait_for_device(setting)
+    return min(spent)
 
 
 def _best(setting: Setting, run: Callable[[], object]) -> float:
