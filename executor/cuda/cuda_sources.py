@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stratagem.executor.cuda.loss_sources import LOSS_KERNELS, LOSSES
 from stratagem.simulator.base.precision import FORMATS
 
 PRELUDE = r"""
@@ -315,5 +316,5 @@ KERNEL(words)(const long long *rows, long long num_rows, long long start, long l
 }
 """
 
-SOURCE = PRELUDE + _access() + TABLES + OPTIMIZERS + RANDOM
-KERNELS = ("count_updates", "adam", "sgd", "words")
+SOURCE = PRELUDE + _access() + TABLES + OPTIMIZERS + RANDOM + LOSSES
+KERNELS = ("count_updates", "adam", "sgd", "words", *LOSS_KERNELS)

@@ -13,7 +13,7 @@ from torch import Tensor
 from stratagem.executor.communication.clocks import Mark
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.communication.endings import Ending
-from stratagem.executor.cuda.dropout_words import words_on
+from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.executor.interpreter import operator_actions, prefix_actions, transfer_actions
 from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.operator_parts import OperatorParts
@@ -114,11 +114,11 @@ class Interpreter:
         self.mine = program.ranks[comm.rank]
         self.gradients: dict[str, Tensor] | None = None
         self.at = -1
-        plan = program.plan
+        plan, faster = program.plan, faster_on(comm.device)
         self.random = RandomStream(
-            plan.seed, num_microbatches=plan.num_microbatches, draw=words_on(comm.device)
+            plan.seed, num_microbatches=plan.num_microbatches, draw=faster.words
         )
-        self._parts = OperatorParts(program, comm, self.random)
+        self._parts = OperatorParts(program, comm, self.random, faster)
         for mesh in all_meshes(program.plan):
             comm.prepare(mesh_groups(mesh, program.rank_of))
         self.counters = counters_of(program, state)

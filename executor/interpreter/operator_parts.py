@@ -15,7 +15,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
-from stratagem.simulator.torch_ops.kernels.shards import Shards
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels, Shards
 
 
 class OperatorParts:
@@ -24,9 +24,16 @@ class OperatorParts:
     `flows` has per operator, for its inputs and then its weights, whether a gradient is wanted.
     """
 
-    def __init__(self, program: Program, comm: Communicator, random: RandomStream) -> None:
+    def __init__(
+        self,
+        program: Program,
+        comm: Communicator,
+        random: RandomStream,
+        faster: FasterKernels | None = None,
+    ) -> None:
         self.program = program
         self._comm, self._random = comm, random
+        self._losses = None if faster is None else faster.losses
         mine = program.ranks[comm.rank]
         self.seats: Mapping[int, Seat] = {
             number: Seat(program.mesh(number, mine.device), mine.device, program.rank_of)
@@ -76,7 +83,9 @@ class OperatorParts:
             )
             places = {} if part is None else part.places(operator.name)
             products = self.program.plan.training.formats.rounded_to
-            self._shards[key] = replace(made, places=places, products=products)
+            self._shards[key] = replace(
+                made, places=places, products=products, losses=self._losses
+            )
         return self._shards[key]
 
 

@@ -8,14 +8,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.gpu.setting import Case, Figures, Setting
 from benchmarks.gpu.worlds import kernels, seconds_of, wait_for_device
 from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.cuda.fused_losses import FusedLosses
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.executor.state.gradient_lists import GradientChange, clip_scale, sum_of_squares
 from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.torch_ops.kernels.loss import summed_loss
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,12 +26,15 @@ OPTIMIZERS = ("adam", "sgd")
 STEPS = 5
 RATE, DECAY = 1e-3, 0.1
 REPEATS = 20
+IGNORED = -100
+PIECE = 512
+"""Rows that torch has in float64 at a time."""
 BYTES = {"adam": 28, "sgd": 12}
 """That an update of a float32 parameter moves; half a gradient less is a copy more."""
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Every optimizer in every dtype of gradients, the words of dropout, and their speeds."""
+    """Every optimizer in every dtype of gradients, words of dropout, losses, and their speeds."""
     right = [
         Case(f"{optimizer}, {dtype}", partial(_update, setting, optimizer, dtype))
         for optimizer in OPTIMIZERS
@@ -43,9 +49,17 @@ def cases(setting: Setting) -> list[Case]:
         *right,
         Case("adam, 148 tensors", partial(_many, setting)),
         Case("words of dropout", partial(_words, setting)),
+        *[
+            Case(f"cross entropy, {dtype}", partial(_loss, setting, dtype))
+            for dtype in ("bfloat16", "float32", "float16")
+        ],
         *fast,
         Case("speed of adam, 148 tensors", partial(_many_speed, setting)),
         Case("speed of words", partial(_words_speed, setting)),
+        *[
+            Case(f"speed of cross entropy, {dtype}", partial(_loss_speed, setting, dtype))
+            for dtype in ("bfloat16", "float32")
+        ],
     ]
 
 
@@ -230,3 +244,83 @@ def _words_speed(setting: Setting) -> Figures:
         "bernoulli_ms": 1e3 * drawn,
         "ratio": ours / theirs,
     }
+
+
+def _loss(setting: Setting, dtype: str) -> Figures:
+    """Whole rows, and rows that lie apart and begin anywhere, some ignored."""
+    generator = torch.Generator(setting.device).manual_seed(0)
+    errors: dict[str, float] = {}
+    with kernels(setting):
+        for name, rows, classes, first in (
+            ("whole", setting.size(8192, 16), setting.size(50304, 1003), 0),
+            ("apart", setting.size(1000, 16), setting.size(50257, 1003), 3),
+            ("few", setting.size(100_000, 40), setting.size(10, 10), 0),
+        ):
+            memory = torch.randn(
+                (rows, classes + first), generator=generator, device=setting.device
+            )
+            logits = (3 * memory).to(DTYPES[dtype])[:, first:]
+            target = torch.randint(classes, (rows,), generator=generator, device=setting.device)
+            target[::7] = IGNORED
+            made, gradient = _passes(logits, target, _our_loss)
+            wanted, slope = _in_float64(logits, target)
+            errors[f"{name}_loss"] = abs(float(made) / wanted - 1)
+            errors[f"{name}_gradient"] = _largest_error(gradient, slope)
+    # A probability near 1 less 1 is right to the rounding of 1.
+    allowed = max(2 * torch.finfo(DTYPES[dtype]).eps, 2e-6)
+    fine = [v < (1e-5 if n.endswith("loss") else allowed) for n, v in errors.items()]
+    return {**errors, "agrees": all(fine)}
+
+
+def _our_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return summed_loss(logits, target, IGNORED, FusedLosses())
+
+
+def _passes(
+    logits: Tensor, target: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """A loss, and its gradient."""
+    logits = logits.detach().requires_grad_()
+    made = loss(logits, target)
+    (gradient,) = torch.autograd.grad(made, logits)
+    return made.detach(), gradient
+
+
+def _in_float64(logits: Tensor, target: Tensor) -> tuple[float, list[Tensor]]:
+    """Torch's loss, and its gradient in pieces: the whole would not fit every GPU."""
+    total, slopes = 0.0, []
+    for rows, wanted in zip(logits.split(PIECE), target.split(PIECE), strict=True):
+        made, slope = _passes(rows.double(), wanted, _torch_loss)
+        total += float(made)
+        slopes.append(slope.float())
+    return total, slopes
+
+
+def _torch_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+
+
+def _largest_error(gradient: Tensor, slopes: list[Tensor]) -> float:
+    """Beside the gradient of 1 that each token has."""
+    pairs = zip(gradient.split(PIECE), slopes, strict=True)
+    return max(float((made.float() - slope).abs().max()) for made, slope in pairs)
+
+
+def _loss_speed(setting: Setting, dtype: str) -> Figures:
+    """Both passes of GPT-2's loss: ours, torch's in the dtype, and torch's on a float32 copy."""
+    shape = setting.size(8192, 16), setting.size(50304, 1003)
+    logits = torch.randn(shape, device=setting.device).to(DTYPES[dtype])
+    target = torch.randint(shape[1], shape[:1], device=setting.device)
+    ways = {
+        "ours": _our_loss,
+        "torch": _torch_loss,
+        "torch_on_float32": lambda x, t: _torch_loss(x.float(), t),
+    }
+    found: Figures = {}
+    with kernels(setting):
+        for name, loss in ways.items():
+            seconds = _best(setting, partial(_passes, logits, target, loss))
+            found[f"{name}_ms"] = 1e3 * seconds
+            if name == "ours":
+                found["ours_gb_s"] = 3 * logits.nbytes / seconds / 1e9
+    return found

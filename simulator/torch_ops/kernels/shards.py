@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from stratagem.simulator.operators.operator import Layout, Operator, factors
-from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream, Words
 
 AllReduce = Callable[[Tensor, tuple[str, ...], Literal["sum", "max"]], Tensor]
 """Reduces a tensor over the mesh axes that shard any of the named dims.
@@ -32,6 +32,44 @@ The backward adds what each rank's windows give back to where it came from.
 """
 
 
+class LossKernels(Protocol):
+    """Both passes over the logits of a cross entropy, (token, class), however they are made.
+
+    Targets are int64; those that are `ignored` have no class here. Any other that is no class is
+    refused, or makes a result that is not a number. Results are in float32, or in float64 for such
+    logits. `loss.TorchLosses` runs anywhere.
+    """
+
+    def sums(self, rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Per token the largest logit M, Σ exp(x − M), and x[target], 0 where it is ignored."""
+        ...
+
+    def gradient(
+        self,
+        rows: Tensor,
+        target: Tensor,
+        ignored: int,
+        largest: Tensor,
+        factors: Tensor,
+        addends: Tensor,
+    ) -> Tensor:
+        """exp(x − largest) · factor, plus the addend at the target; in the dtype of the logits."""
+        ...
+
+
+@dataclass(frozen=True)
+class FasterKernels:
+    """What a device has in place of several operators of torch; None where torch runs them.
+
+    Attributes:
+        words: draws the random words of dropout.
+        losses: makes both passes over the logits of a cross entropy.
+    """
+
+    words: Words | None = None
+    losses: LossKernels | None = None
+
+
 def _nothing_missing(tensor: Tensor, dim: int, loop: str, reach: Reach) -> Tensor:
     return tensor
 
@@ -44,6 +82,7 @@ class Shards:
     are drawn, the same stream on all ranks. `places` has, for the dims of a token slice that count
     positions, the first one and how many there are (see `TokenSlice.places`). `products` is what
     operands of matrix products are rounded to; empty where they are multiplied as they are.
+    `losses` may be a faster way over the logits of a cross entropy.
     """
 
     bounds: Mapping[str, tuple[int, int]]
@@ -52,6 +91,7 @@ class Shards:
     fetch: Fetch = _nothing_missing
     places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     products: str = ""
+    losses: LossKernels | None = None
 
     @cached_property
     def sizes(self) -> dict[str, int]:

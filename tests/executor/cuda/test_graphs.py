@@ -38,6 +38,7 @@ from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels
 from tests.support.cuda import fake_graphs
 from tests.support.cuda.fake_graphs import CaptureError, RecordingStreams, recording
 from tests.support.cuda.fake_nccl import run_fake
@@ -350,7 +351,9 @@ def test_what_cannot_be_recorded_is_said_and_run_step_by_step(mlp: Case) -> None
 
 
 def test_numbers_of_the_host_are_not_recorded(mlp: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratagem.executor.interpreter.interpreter.words_on", lambda device: None)
+    monkeypatch.setattr(
+        "stratagem.executor.interpreter.interpreter.faster_on", lambda device: FasterKernels()
+    )
     (found,) = run_fake(1, lambda comm: reason_for(mlp, comm), recording)
     assert found == "rate and step are numbers of the host where CuPy's kernels are not used"
 

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
 from stratagem.executor.cuda.dropout_words import DeviceWords
+from stratagem.executor.cuda.fused_losses import FusedLosses
 from stratagem.executor.cuda.tensor_tables import Table
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels
 
 OPTIONS = ("-O1", "-std=c11", "-Wall", "-Werror", "-ffp-contract=off", "-fPIC", "-shared")
 KINDS: dict[type, Any] = {
@@ -73,17 +75,21 @@ def struct_of(nbytes: int) -> type[ctypes.Structure]:
 
 @contextmanager
 def kernels_on_the_host(start: Callable[..., None] = start_on_host) -> Iterator[None]:
-    """Let ranks on CPUs have the optimizers and words of a GPU, whose kernels `start` runs."""
+    """Let ranks on CPUs have a GPU's optimizers, words and losses, whose kernels `start` runs."""
 
     def optimizer(training: Training, device: torch.device | None = None) -> FusedSGD:
         adam = training.optimizer == "adam"
         return FusedAdam(training) if adam else FusedSGD(training)
 
+    def faster(device: torch.device) -> FasterKernels:
+        return FasterKernels(DeviceWords(device), FusedLosses())
+
     replaced = {
         "executor.interpreter.interpreter.make_optimizer": optimizer,
-        "executor.interpreter.interpreter.words_on": DeviceWords,
+        "executor.interpreter.interpreter.faster_on": faster,
         "executor.optimizers.fused_optimizers.start": start,
         "executor.cuda.dropout_words.start": start,
+        "executor.cuda.fused_losses.start": start,
     }
     with ExitStack() as stack:
         for name, instead in replaced.items():
