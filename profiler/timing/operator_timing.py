@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -22,8 +22,9 @@ from stratagem.profiler.timing.random_operands import (
 )
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
 from stratagem.simulator.torch_ops.kernels.run_kernel import prepare_kernel
-from stratagem.simulator.torch_ops.kernels.shards import whole
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels, whole
 
 T = TypeVar("T")
 
@@ -83,6 +84,7 @@ def time_operator(
     *,
     threads: int = 1,
     effort: Effort | None = None,
+    faster: FasterKernels | None = None,
 ) -> Timing:
     """Time both passes of a local operator (see `kernel_times.cost_model.local_operator`).
 
@@ -102,6 +104,7 @@ def time_operator(
         device: a CPU or a CUDA device.
         threads: of one kernel on a CPU; set back afterwards.
         effort: how long to go on.
+        faster: what the device runs in place of several operators of torch; none without.
 
     Raises:
         ValueError: on a kind without a kernel, an unknown device, or `threads` below 1.
@@ -114,7 +117,7 @@ def time_operator(
         with num_threads(threads):
             if given.type == "cpu":
                 check_memory(operator, training)
-            return _time_trial(Trial(operator, training, given), clock, effort)
+            return _time_trial(Trial(operator, training, given, faster), clock, effort)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             error.add_note(f"while timing operator {operator.name!r} ({operator.kind})")
@@ -131,12 +134,23 @@ def failed_timing(error: str) -> Timing:
 class Trial:
     """One operator with its tensors, ready to run either pass."""
 
-    def __init__(self, operator: Operator, training: Training, device: torch.device) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        training: Training,
+        device: torch.device,
+        faster: FasterKernels | None = None,
+    ) -> None:
+        faster = faster or FasterKernels()
         self.operator = operator
         self.device = device
         self.operands: Operands = random_operands(operator, training, device)
         self.leaves = self.operands.leaves
-        shards = whole(operator, training.formats.rounded_to)
+        shards = replace(
+            whole(operator, training.formats.rounded_to),
+            random=RandomStream(draw=faster.words),
+            losses=faster.losses,
+        )
         self._run = prepare_kernel(operator, shards)
         self.output_gradients = [torch.randn_like(made) for made in self._gradient_outputs()]
 

@@ -18,6 +18,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels
 
 LocalSizes = Mapping[str, int]
 
@@ -63,6 +64,7 @@ def profile_operators(
     threads: int = 1,
     load: int = 0,
     effort: Effort | None = None,
+    faster: FasterKernels | None = None,
     seconds: float | None = None,
     predict: Callable[[Operator], float] = lambda operator: 0.0,
     progress: Callable[[ProfileProgress], None] = lambda progress: None,
@@ -87,6 +89,8 @@ def profile_operators(
         threads: of one kernel on a CPU: as many as a rank will have.
         load: how many other processes run the same operator meanwhile (CPU only): the other ranks.
         effort: how long to go on with each operator.
+        faster: what a rank runs there in place of several operators of torch, as the executor's
+            `faster_on` says; torch runs everything without it.
         seconds: how long all of it may take; operators that are left by then are not begun.
         predict: seconds that both passes of a local operator should take, which weigh what is
             left; what is not known counts for the effort alone.
@@ -98,7 +102,14 @@ def profile_operators(
         KeyboardInterrupt: with a note that says how many times are kept, and how to go on.
     """
     environment = describe_environment(device, threads=threads, load=load)
-    setting = Setting(training, environment, cache, torch.device(device), effort or Effort())
+    setting = Setting(
+        training,
+        environment,
+        cache,
+        torch.device(device),
+        effort or Effort(),
+        faster or FasterKernels(),
+    )
     return run_session(
         _distinct(operators), setting, seconds=seconds, predict=predict, progress=progress
     )

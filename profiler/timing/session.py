@@ -31,6 +31,7 @@ from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.provenance import Environment
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels
 
 MAX_ROUNDS = 3
 """How often an operator is timed at most while the machine is disturbed."""
@@ -80,13 +81,14 @@ class ProfileReport:
 
 @dataclass(frozen=True)
 class Setting:
-    """How operators are timed, and where times are kept."""
+    """How operators are timed, with what kernels, and where times are kept."""
 
     training: Training
     environment: Environment
     cache: TimingCache
     device: torch.device
     effort: Effort
+    faster: FasterKernels = field(default_factory=FasterKernels)
 
 
 @dataclass
@@ -214,9 +216,13 @@ class Session:
                 return failed_timing(str(error))
             error.add_note(f"while starting operator {operator.name!r} ({operator.kind})")
             raise
-        threads, effort = setting.environment.threads, setting.effort
         return time_operator(
-            operator, setting.training, setting.device, threads=threads, effort=effort
+            operator,
+            setting.training,
+            setting.device,
+            threads=setting.environment.threads,
+            effort=setting.effort,
+            faster=setting.faster,
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.models import CLASSES, ViT
 from benchmarks.gpu.setting import Case, Figures, Setting
+from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.profiler import Effort, TimingCache, local_operators, profile_operators
 from stratagem.simulator.graph.models import gpt, llama, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -57,6 +58,7 @@ def _case(setting: Setting, name: str, precision: str) -> Figures:
             cache,
             device=setting.device,
             effort=setting.size(EFFORT, TINY_EFFORT),
+            faster=faster_on(torch.device(setting.device)),
             seconds=setting.size(SECONDS, TINY_SECONDS),
         )
         kept = len(cache)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from stratagem.basics.progress import progress_bar
 from stratagem.calibration.executor_measurements import executor_dispatch, executor_update
 from stratagem.calibration.measured_links import device_here
+from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import operator_digest
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
@@ -123,6 +126,7 @@ def profile_wanted(
             device=device,
             load=load,
             effort=effort,
+            faster=faster_on(torch.device(device)),
             seconds=seconds,
             predict=lambda operator: _seconds(operator, operator.sizes, training, kind),
             progress=tell,

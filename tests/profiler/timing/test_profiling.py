@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from stratagem.calibration import profile_space
@@ -14,12 +16,16 @@ from stratagem.cli.app import app
 from stratagem.profiler import Effort, TimingCache
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.torch_ops.kernels.loss import TorchLosses
+from stratagem.simulator.torch_ops.kernels.randomness import words
+from stratagem.simulator.torch_ops.kernels.shards import FasterKernels
 
 CLUSTER = Cluster.preset("local-cpu")
 QUICK = Effort(seconds=0.0, min_repeats=2, evict_bytes=0, max_drift=float("inf"))
@@ -73,6 +79,56 @@ def test_the_plainest_shapes_of_an_operator_come_first() -> None:
     linear = [sizes for operator, sizes in found if operator.kind == "linear"]
     assert linear[0]["sample"] == 64
     assert [sizes["sample"] for sizes in linear].index(32) < len(linear) // 2
+
+
+class CountedLosses(TorchLosses):
+    """Kernels that say how often they ran."""
+
+    def __init__(self) -> None:
+        self.passes: Counter[str] = Counter()
+
+    def sums(self, rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+        self.passes["forward"] += 1
+        return super().sums(rows, target, ignored)
+
+    def gradient(self, rows: Tensor, *others) -> Tensor:
+        self.passes["backward"] += 1
+        return super().gradient(rows, *others)
+
+
+def test_what_is_timed_is_what_a_rank_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout was timed with the eighty operators of torch that a kernel stands for on a GPU."""
+    b = GraphBuilder("model")
+    x = b.linear(b.input("x", (8, 16)), b.parameter("up", (16, 16)))
+    x = b.elementwise([x], [["dropout", [["in", 0], 0.5]]])
+    logits = b.linear(x, b.parameter("head", (10, 16)))
+    graph = b.build(b.cross_entropy(logits, b.input("labels", (8,), "int64")))
+    losses, drawn, asked = CountedLosses(), [], []
+
+    def draw(*given) -> Tensor:
+        drawn.append(given)
+        return words(*given)
+
+    def faster_on(device: torch.device) -> FasterKernels:
+        asked.append(device.type)
+        return FasterKernels(draw, losses)
+
+    monkeypatch.setattr(profile_space, "faster_on", faster_on)
+    monkeypatch.setattr(profile_space, "profile_dispatch", lambda *given, **how: None)
+    operators = [(each, each.sizes) for each in graph.operators if not each.is_source]
+    cluster = Cluster.preset("local-cpu", devices_per_node=1)
+    profile_space.profile_wanted(
+        *(operators, cluster, Training()),
+        cache=tmp_path / "timings.sqlite",
+        effort=QUICK,
+        progress=False,
+    )
+    assert asked == ["cpu"]
+    assert losses.passes["forward"] >= QUICK.min_repeats
+    assert losses.passes["backward"] >= QUICK.min_repeats
+    assert len(drawn) >= QUICK.min_repeats
 
 
 @pytest.fixture
