@@ -77,16 +77,16 @@ DEVICE struct powers of_team(struct powers own, int team) {
     return own;
 }
 
-DEVICE word part_of(vector held, int k) {
+DEVICE word word_of(vector held, int k) {
     return k == 0 ? held.x : k == 1 ? held.y : k == 2 ? held.z : held.w;
 }
 
 DEVICE float lane_of(vector held, int type, int k) {
     union bits made;
     if (type == FLOAT32)
-        made.pattern = part_of(held, k);
+        made.pattern = word_of(held, k);
     else
-        made.pattern = k % 2 ? part_of(held, k / 2) & 0xffff0000u : part_of(held, k / 2) << 16;
+        made.pattern = k % 2 ? word_of(held, k / 2) & 0xffff0000u : word_of(held, k / 2) << 16;
     return made.number;
 }
 
