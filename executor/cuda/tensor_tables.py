@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,14 +43,13 @@ class Row(NamedTuple):
     square: Tensor | None = None
 
 
-def format_of(tensor: Tensor) -> str:
-    """The name of a tensor's dtype, without torch's own."""
-    return str(tensor.dtype).removeprefix("torch.")
+CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in TYPE_CODES.items()}
+"""What tells a kernel a format, by torch's dtype."""
 
 
 def is_known(tensor: Tensor) -> bool:
     """Whether kernels read and write its format."""
-    return format_of(tensor) in TYPE_CODES
+    return tensor.dtype in CODES
 
 
 def table_of(rows: Sequence[Row]) -> tuple[Table, int]:
@@ -71,8 +71,8 @@ def table_of(rows: Sequence[Row]) -> tuple[Table, int]:
         **addresses,
         "length": lengths,
         "end": ends,
-        "gradient_type": [_code(row.gradient) for row in rows],
-        "copy_type": [_code(row.copy) for row in rows],
+        "gradient_type": [CODES[row.gradient.dtype] for row in rows],
+        "copy_type": [0 if row.copy is None else CODES[row.copy.dtype] for row in rows],
         "aligned": ~(together % ALIGNMENT).any(0),
     }
     for name, values in found.items():
@@ -87,7 +87,3 @@ def table_of_cells(cells: Sequence[Tensor]) -> Table:
     packed = np.zeros(1, CELLS)
     packed["cell"][0, : len(cells)] = [cell.data_ptr() for cell in cells]
     return Table(packed, tuple(cells))
-
-
-def _code(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else TYPE_CODES[format_of(tensor)]

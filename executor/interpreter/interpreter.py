@@ -506,15 +506,14 @@ class Interpreter:
         return moved
 
     def _scale_inside(self, norm: Tensor | None) -> Tensor | None:
-        """What the optimizer itself multiplies gradients by, if that is all that is done to them.
+        """What the optimizer itself multiplies gradients by, if nothing else is done to them.
 
         Then nothing is made of them: their clipping is part of the pass that reads them.
         """
-        training = self.program.plan.training
-        alone = self.scale is None and not training.clip_value
-        if norm is None or not (training.clip_norm and alone and self.optimizer.takes_scale):
+        longest = self.program.plan.training.clip_norm
+        if norm is None or not longest or self.scale is not None or not self.optimizer.takes_scale:
             return None
-        return clip_scale(norm, training.clip_norm).float()
+        return clip_scale(norm, longest).float()
 
     def _scaled(
         self, changes: Sequence[GradientChange], norm: Tensor | None
