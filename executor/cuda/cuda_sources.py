@@ -180,11 +180,11 @@ DEVICE int tensor_of(const int *end, int count, int chunk) {
 }
 
 /* Where the elements of a chunk begin and end, and up to where they go by four. */
-struct part { long long first, fours, end; };
+struct span { long long first, fours, end; };
 
-DEVICE struct part part_of(const struct tensors *all, int tensor, int chunk) {
+DEVICE struct span elements_of(const struct tensors *all, int tensor, int chunk) {
     const long long before = tensor ? all->end[tensor - 1] : 0, length = all->length[tensor];
-    struct part made;
+    struct span made;
     made.first = (chunk - before) * CHUNK;
     made.end = made.first + CHUNK < length ? made.first + CHUNK : length;
     made.fours = all->aligned[tensor] ? made.end - (made.end - made.first) % 4 : made.first;
@@ -224,7 +224,7 @@ KERNEL(adam)(BY_VALUE struct tensors all, const float *scale, double first, doub
     const float times = scale ? *scale : 1.0f;
     EACH_CHUNK(chunk, all.end[all.count - 1]) {
         const int k = tensor_of(all.end, all.count, chunk);
-        const struct part part = part_of(&all, k, chunk);
+        const struct span part = elements_of(&all, k, chunk);
         const struct cell now = *all.cell[k];
         float *parameter = all.parameter[k], *mean = all.mean[k], *square = all.square[k];
         const void *gradient = all.gradient[k];
@@ -260,7 +260,7 @@ KERNEL(sgd)(BY_VALUE struct tensors all, const float *scale, const float *rate, 
     const float times = scale ? *scale : 1.0f, step = *rate, lost = (float)decay;
     EACH_CHUNK(chunk, all.end[all.count - 1]) {
         const int k = tensor_of(all.end, all.count, chunk);
-        const struct part part = part_of(&all, k, chunk);
+        const struct span part = elements_of(&all, k, chunk);
         float *parameter = all.parameter[k];
         const void *gradient = all.gradient[k];
         const int gradient_type = all.gradient_type[k], copy_type = all.copy_type[k];

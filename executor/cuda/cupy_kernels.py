@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import KERNELS, SOURCE
-from stratagem.executor.cuda.tensor_tables import Table
 from stratagem.simulator.torch_ops.kernels.library_versions import dotted
 
 THREADS = 256
@@ -138,11 +138,11 @@ def _stream(device: int, address: int) -> Any:
     return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
 
 
-@lru_cache(maxsize=64)
-def _device(number: int) -> Any:
-    import cupy
+class Table(NamedTuple):
+    """An argument that a kernel gets by value: a struct of bytes, with addresses of `tensors`."""
 
-    return cupy.cuda.Device(number)
+    packed: NDArray[Any]
+    tensors: tuple[Tensor, ...]
 
 
 def start(name: str, num_threads: int, *arguments: Any, most_blocks: int = MOST_BLOCKS) -> None:
@@ -154,11 +154,13 @@ def start(name: str, num_threads: int, *arguments: Any, most_blocks: int = MOST_
             scalars of the kernel's own types.
         most_blocks: how many blocks share the work at most.
     """
+    import cupy
+
     device = torch.cuda.current_device()
     blocks = max(1, min(most_blocks, -(-num_threads // THREADS)))
     stream = _stream(device, torch.cuda.current_stream().cuda_stream)
     given = tuple(map(_passed, arguments))
-    with _device(device), stream:
+    with cupy.cuda.Device(device), stream:  # One of its own: it knows the device before.
         _kernel(name, device)((blocks,), (THREADS,), given)
 
 

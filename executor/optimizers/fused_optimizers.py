@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import MOST_CELLS, MOST_TENSORS
 from stratagem.executor.cuda.cupy_kernels import THREADS, start
-from stratagem.executor.cuda.tensor_tables import Row, is_known, table_of, table_of_cells
+from stratagem.executor.optimizers.parameter_tables import Row, is_known, table_of, table_of_cells
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import Training
 

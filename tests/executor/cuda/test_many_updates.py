@@ -21,12 +21,12 @@ from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.cuda import cupy_kernels
 from stratagem.executor.cuda.cuda_sources import CELLS, CHUNK, MOST_CELLS, MOST_TENSORS, TENSORS
-from stratagem.executor.cuda.cupy_kernels import THREADS
-from stratagem.executor.cuda.tensor_tables import Row, Table, table_of
+from stratagem.executor.cuda.cupy_kernels import THREADS, Table
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.optimizers import fused_optimizers
 from stratagem.executor.optimizers.fused_optimizers import PAGE, FusedAdam, FusedSGD
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
+from stratagem.executor.optimizers.parameter_tables import Row, table_of
 from stratagem.executor.state.gradient_lists import GradientChange, clip_scale
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.cuda.host_kernels import kernels_on_the_host, start_on_host
@@ -326,7 +326,7 @@ class FakeCupy:
         monkeypatch.setitem(sys.modules, "cupy", self)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         monkeypatch.setattr(torch.cuda, "current_stream", torch_stream)
-        for cached in (cupy_kernels._kernel, cupy_kernels._stream, cupy_kernels._device):
+        for cached in (cupy_kernels._kernel, cupy_kernels._stream):
             cached.cache_clear()
         cupy_kernels._module.cache_clear()
 
@@ -359,7 +359,7 @@ class FakeCupy:
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
     yield FakeCupy(monkeypatch)
-    for cached in (cupy_kernels._kernel, cupy_kernels._stream, cupy_kernels._device):
+    for cached in (cupy_kernels._kernel, cupy_kernels._stream):
         cached.cache_clear()
     cupy_kernels._module.cache_clear()
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stratagem.executor.cuda.tensor_tables import Table
+from stratagem.executor.cuda.cupy_kernels import Table
 from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub
 from tests.support.cuda.host_kernels import start_on_host
 

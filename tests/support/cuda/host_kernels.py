@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
+from stratagem.executor.cuda.cupy_kernels import Table
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.cuda.fused_losses import FusedLosses
-from stratagem.executor.cuda.tensor_tables import Table
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.shards import FasterKernels

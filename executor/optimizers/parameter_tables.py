@@ -1,4 +1,4 @@
-"""Tables of tensors that a kernel gets by value, so that one launch works on many of them.
+"""Tables of parameters that a kernel gets by value, so that one launch changes many of them.
 
 A recorded graph keeps the arguments of its kernels, so what it has of a table stays right; the
 tensors themselves must stay where they are, as all that a graph reads and writes.
@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import CELLS, CHUNK, TENSORS, TYPE_CODES
+from stratagem.executor.cuda.cupy_kernels import Table
 
 ALIGNMENT = 16
 """Bytes of four float32, which a thread reads at once where they lie so."""
-
-
-class Table(NamedTuple):
-    """An argument that a kernel gets by value: a struct of bytes, with addresses of `tensors`."""
-
-    packed: NDArray[Any]
-    tensors: tuple[Tensor, ...]
 
 
 class Row(NamedTuple):
