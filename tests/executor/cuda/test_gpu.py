@@ -22,6 +22,7 @@ from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
@@ -121,6 +122,33 @@ def test_fused_updates_are_those_of_torch(optimizer: str, dtype: torch.dtype) ->
     if dtype != torch.float32:
         torch.testing.assert_close(copies[0], a.to(dtype), rtol=0, atol=0)
     assert ours.updates("p") == theirs.updates("p") == 4
+
+
+@pytest.mark.gpu
+@needs_cupy
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_fused_updates_of_many_are_those_of_torch(optimizer: str) -> None:
+    """On a side stream: long and short ones, more than a launch takes, aligned or not, scaled."""
+    training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
+    ours, theirs = make_optimizer(training, torch.device("cuda")), make_optimizer(training)
+    lengths = [1_000_003, 0, *range(1, 140), 4096, 12_289]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        changes, others, scale = [], [], torch.full((), 0.25, device="cuda")
+        for n, length in enumerate(lengths):
+            whole = torch.randn(length + n % 4, device="cuda")
+            gradient = torch.randn_like(whole).to((torch.float32, torch.bfloat16)[n % 2])
+            copy = torch.empty(length, dtype=torch.bfloat16, device="cuda") if n % 3 else None
+            at = slice(n % 4, None)
+            changes.append(GradientChange(str(n), whole[at], gradient[at], copy))
+            scaled = gradient[at].float() * 0.25
+            others.append(GradientChange(str(n), whole[at].clone(), scaled))
+        for _ in range(3):
+            ours.all_of(changes, scale)
+            theirs.all_of(others)
+        for mine, other in zip(changes, others, strict=True):
+            torch.testing.assert_close(mine.parameter, other.parameter, rtol=1e-5, atol=1e-6)
+            assert mine.copy is None or torch.equal(mine.copy, mine.parameter.bfloat16())
+    assert {ours.updates(change.name) for change in changes} == {3}
 
 
 @pytest.mark.gpu
