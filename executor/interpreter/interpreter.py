@@ -456,9 +456,9 @@ class Interpreter:
 
         def run() -> None:
             length = None if norm is None else self._memory.values[norm]
-            scale = self._scale_inside(length)
-            for handful in handfuls(self._changes(named)):
-                is_seen = self.gradients is not None
+            scale, is_seen = self._scale_inside(length), self.gradients is not None
+            changes = self._changes(named)
+            for handful in handfuls(changes) if is_seen or scale is None else [changes]:
                 scaled = self._scaled(handful, length) if is_seen or scale is None else handful
                 if is_seen:
                     for change in scaled:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stratagem.executor.cuda.cuda_sources import MOST_CELLS, MOST_TENSORS
 from stratagem.executor.cuda.cupy_kernels import THREADS, start
 from stratagem.executor.optimizers.parameter_tables import Row, is_known, table_of, table_of_cells
-from stratagem.executor.state.gradient_lists import GradientChange
+from stratagem.executor.state.gradient_lists import HANDFUL_BYTES, GradientChange
 from stratagem.simulator.kernel_times.training import Training
 
 PAGE = 256
@@ -61,7 +61,7 @@ class FusedSGD:
                 self.all_of([change], scale)
             return
         self._count(changes)
-        for some in _parts(changes, MOST_TENSORS):
+        for some in _launches(changes):
             worked = [_workable(change.parameter) for change in some]
             table, chunks = table_of([self._row(*each) for each in zip(some, worked, strict=True)])
             if chunks:
@@ -84,7 +84,8 @@ class FusedSGD:
 
     def _count(self, changes: Sequence[GradientChange]) -> None:
         """Raise the numbers of updates, and derive from them what updates need."""
-        for some in _parts(changes, MOST_CELLS):
+        for first in range(0, len(changes), MOST_CELLS):
+            some = changes[first : first + MOST_CELLS]
             cells = [self._counts.cell(each.name, each.parameter.device) for each in some]
             start(
                 "count_updates",
@@ -197,10 +198,29 @@ class _Counts:
             self._given[name] = updates
 
 
-def _parts(changes: Sequence[GradientChange], most: int) -> Iterator[Sequence[GradientChange]]:
-    """Changes in their order, so many at a time at most."""
-    for first in range(0, len(changes), most):
-        yield changes[first : first + most]
+def _launches(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]]:
+    """Changes in their order, as many at a time as a launch takes, or fewer: what is made of
+    tensors that kernels cannot work on, all of a launch at once, has `HANDFUL_BYTES` at most.
+    """
+    taken: list[GradientChange] = []
+    nbytes = 0
+    for change in changes:
+        size = _made_bytes(change)
+        if len(taken) == MOST_TENSORS or (taken and nbytes + size > HANDFUL_BYTES):
+            yield taken
+            taken, nbytes = [], 0
+        taken.append(change)
+        nbytes += size
+    if taken:
+        yield taken
+
+
+def _made_bytes(change: GradientChange) -> int:
+    """Of what is made of a parameter and its gradient, for kernels to work on."""
+    gradient, parameter = change.gradient, change.parameter
+    is_read = is_known(gradient) and gradient.is_contiguous()
+    is_worked = parameter.dtype == torch.float32 and parameter.is_contiguous()
+    return (2 - is_read - is_worked) * torch.float32.itemsize * parameter.numel()
 
 
 def _workable(tensor: Tensor) -> Tensor:

@@ -159,6 +159,23 @@ def test_launches_are_few_however_many_parameters_there_are(
         torch.testing.assert_close(ours.parameter, other.parameter)
 
 
+def test_what_is_made_for_a_launch_is_a_handful(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients in formats that kernels do not know were cast all at once."""
+    monkeypatch.setattr(fused_optimizers, "HANDFUL_BYTES", 40)
+    update = FusedSGD(Training(optimizer="sgd", learning_rate=1.0))
+    sizes, parts = [4, 6, 1, 30, 2, 2], [[4, 6], [1], [30], [2, 2]]
+    for dtype, expected in ((torch.float64, parts), (torch.float32, [sizes])):
+        changes = [
+            GradientChange(str(n), torch.ones(n), torch.ones(n, dtype=dtype)) for n in sizes
+        ]
+        launches.arguments.clear()
+        update.all_of(changes)
+        tables = [each[0].packed for each in launches.arguments[1:]]
+        assert [each["length"][0, : each["count"][0]].tolist() for each in tables] == expected
+
+
 def test_numbers_of_more_parameters_than_a_launch_raises(launches: Launches) -> None:
     count = max(MOST_CELLS, PAGE) + 10
     update = FusedSGD(Training(optimizer="sgd", learning_rate=1.0))
