@@ -168,7 +168,8 @@ def test_what_is_made_for_a_launch_is_a_handful(
     sizes, parts = [4, 6, 1, 30, 2, 2], [[4, 6], [1], [30], [2, 2]]
     for dtype, expected in ((torch.float64, parts), (torch.float32, [sizes])):
         changes = [
-            GradientChange(str(n), torch.ones(n), torch.ones(n, dtype=dtype)) for n in sizes
+            GradientChange(str(n), torch.ones(size), torch.ones(size, dtype=dtype))
+            for n, size in enumerate(sizes)
         ]
         launches.arguments.clear()
         update.all_of(changes)
