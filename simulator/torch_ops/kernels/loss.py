@@ -11,7 +11,7 @@ is rounded to their dtype once. Where M were added to log Σ, large logits would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -99,18 +99,13 @@ class TorchLosses:
 
     def sums(self, rows: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `LossKernels`."""
-        wide = wide_of(rows)
-        index = target.masked_fill(target == ignored, 0)[:, None]
-        largest, sums, own = rows.new_empty((3, len(rows)), dtype=wide)
-        for part in _chunks(rows):
-            given = rows[part]
-            most = given.amax(-1, keepdim=True).to(wide)
-            largest[part] = most[:, 0]
-            # A shard of nothing but -inf adds nothing, where -inf - -inf is not a number.
-            powers = given.sub(most.clamp(min=torch.finfo(wide).min)).exp_()
-            torch.sum(powers, -1, out=sums[part])
-            own[part] = given.gather(-1, index[part])[:, 0]
-        return largest, sums, own.masked_fill_(target == ignored, 0.0)
+        absent = target == ignored
+        index = target.masked_fill(absent, 0)[:, None]
+        parts = [_sums_of(*part) for part in _chunks(rows, index)]
+        largest, sums, own = (
+            parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        )
+        return largest, sums, own.masked_fill(absent, 0.0)
 
     def gradient(
         self,
@@ -122,18 +117,32 @@ class TorchLosses:
         addends: Tensor,
     ) -> Tensor:
         """See `LossKernels`."""
-        index = target.masked_fill(target == ignored, 0)[:, None]
-        addends = addends.masked_fill(target == ignored, 0.0)[:, None]
+        absent = target == ignored
+        index = target.masked_fill(absent, 0)[:, None]
+        addends = addends.masked_fill(absent, 0.0)[:, None]
         made = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for part in _chunks(rows):
-            given, most = rows[part], largest[part, None]
-            same = made.dtype == largest.dtype
-            powers = torch.sub(given, most, out=made[part]) if same else given.sub(most)
-            powers.exp_().mul_(factors[part, None])
-            powers.scatter_add_(-1, index[part], addends[part])
-            if not same:
-                made[part] = powers
+        given = made, rows, largest[:, None], factors[:, None], index, addends
+        for part in _chunks(*given):
+            _write_gradient(*part)
         return made
+
+
+def _sums_of(rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = wide_of(rows)
+    most = rows.amax(-1, keepdim=True).to(wide)
+    # A shard of nothing but -inf adds nothing, where -inf - -inf is not a number.
+    powers = rows.sub(most.clamp(min=torch.finfo(wide).min)).exp_()
+    return most.squeeze(-1), powers.sum(-1), rows.gather(-1, index).squeeze(-1).to(wide)
+
+
+def _write_gradient(
+    made: Tensor, rows: Tensor, largest: Tensor, factors: Tensor, index: Tensor, addends: Tensor
+) -> None:
+    same = made.dtype == largest.dtype
+    powers = torch.sub(rows, largest, out=made) if same else rows.sub(largest)
+    powers.exp_().mul_(factors).scatter_add_(-1, index, addends)
+    if not same:
+        made.copy_(powers)
 
 
 def wide_of(rows: Tensor) -> torch.dtype:
@@ -141,12 +150,13 @@ def wide_of(rows: Tensor) -> torch.dtype:
     return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
-def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Slices of rows with about as many logits as are worked on together."""
+def _chunks(rows: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Parts of all tensors with about as many logits as are worked on together."""
     most = CHUNK_ELEMENTS["cpu" if rows.device.type == "cpu" else "cuda"]
-    count = max(1, most // max(1, rows.shape[-1]))
-    for start in range(0, len(rows), count):
-        yield slice(start, start + count)
+    if rows.numel() <= most:
+        return [(rows, *others)]
+    count = max(1, most // rows.shape[-1])
+    return zip(*(torch.split(each, count) for each in (rows, *others)), strict=True)
 
 
 class _WholeLoss(torch.autograd.Function):

@@ -74,7 +74,7 @@ class FakeMachine:
     def now(self) -> float:
         return self.moment
 
-    def time(self, operator: Operator, training, device, *, threads, effort) -> Timing:
+    def time(self, operator: Operator, training, device, *, threads, effort, faster) -> Timing:
         samples = operator.sizes["sample"]
         self.timed.append(samples)
         seconds = samples * self.slowdown(self.moment)
