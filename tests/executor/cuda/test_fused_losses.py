@@ -30,6 +30,7 @@ from stratagem.simulator.torch_ops.kernels.shards import (
     Shards,
     whole,
 )
+from tests.support.cuda.device_threads import start_on_threads
 from tests.support.cuda.host_kernels import kernels_on_the_host
 from tests.support.operators.cases import operator_of
 from tests.support.storages import Storages
@@ -189,6 +190,23 @@ def test_what_is_no_class_is_not_passed_over(label: int) -> None:
     assert made.isnan()
     assert gradient[1].isnan().all()
     assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(37, 33), (3, 1), (7, CLASSES_OF_A_WARP + 54), (4, 10_007)]
+)
+def test_threads_of_a_block_work_together(
+    rows: int, classes: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warp a token and a block a token, fewer of either than tokens, and rows of any start."""
+    monkeypatch.setattr("stratagem.executor.cuda.fused_losses.start", start_on_threads)
+    generator = torch.Generator().manual_seed(classes)
+    logits = 3 * torch.randn(rows, classes + 1, generator=generator)[:, 1:]
+    logits[0, : classes // 2] = -math.inf
+    target = torch.randint(classes, (rows,), generator=generator)
+    target[0], target[2] = classes - 1, IGNORED
+    assert_is_truth(logits.to(DTYPES[dtype]), target, FusedLosses())
 
 
 @pytest.mark.parametrize("ways", [2, 3])
