@@ -24,6 +24,7 @@ _TEAMS = r"""
 #ifdef __CUDACC__
 typedef uint4 vector;
 #define UNROLLED _Pragma("unroll")
+#define SEVERAL _Pragma("unroll 2") /* as many loads on their way at a time */
 #define EACH_TOKEN(t, n, team) \
     for (long long t = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / (team); t < (n); \
          t += gridDim.x * (long long)blockDim.x / (team))
@@ -32,6 +33,7 @@ typedef uint4 vector;
 #else
 typedef struct { word x, y, z, w; } vector;
 #define UNROLLED
+#define SEVERAL
 #define EACH_TOKEN(t, n, team) for (long long t = 0; t < (n); ++t)
 #define EACH_OF(i, n, team) for (long long i = 0; i < (n); ++i)
 #define LEADS(team) 1
@@ -126,7 +128,7 @@ DEVICE struct powers sums_of(const char *row, int type, long long classes, int t
     const vector *body = (const vector *)(row + first * SIZE(type));
     struct powers found = {-1.0f / 0.0f, 0};
     EACH_OF(i, first, team) found = together(found, element(row, type, i), 1);
-    EACH_OF(i, vectors, team) found = with_vector(found, body[i], type);
+    SEVERAL EACH_OF(i, vectors, team) found = with_vector(found, body[i], type);
     EACH_OF(i, classes - stop, team) found = together(found, element(row, type, stop + i), 1);
     return of_team(found, team);
 }
@@ -163,17 +165,17 @@ DEVICE float slope_at(struct slope given, float x, long long i) {
     return i == given.target ? made + given.addend : made;
 }
 
-DEVICE void slopes_of(const char *row, char *made, int type, long long classes, int team,
-                      struct slope given) {
+DEVICE void slopes_of(const char *__restrict__ row, char *__restrict__ made, int type,
+                      long long classes, int team, struct slope given) {
     const int alike = ((unsigned long long)row - (unsigned long long)made) % 16 == 0;
     const long long first = alike ? before_vectors(row, type, classes) : classes;
     const long long vectors = (classes - first) / LANES(type);
     const long long stop = first + vectors * LANES(type);
-    const vector *body = (const vector *)(row + first * SIZE(type));
-    vector *made_body = (vector *)(made + first * SIZE(type));
+    const vector *__restrict__ body = (const vector *)(row + first * SIZE(type));
+    vector *__restrict__ made_body = (vector *)(made + first * SIZE(type));
     EACH_OF(i, first, team)
         put_element(made, type, i, slope_at(given, element(row, type, i), i));
-    EACH_OF(i, vectors, team) {
+    SEVERAL EACH_OF(i, vectors, team) {
         const vector held = body[i];
         vector packs;
         float lanes[8];
@@ -193,10 +195,10 @@ DEVICE void slopes_of(const char *row, char *made, int type, long long classes, 
 
 /* exp(x - largest) * factor, and the addend at a target that is not ignored; not a number where
    there is no such class. Rows of what is made lie side by side. */
-KERNEL(loss_gradient)(const void *rows, int type, long long stride, long long classes,
+KERNEL(loss_gradient)(const void *__restrict__ rows, int type, long long stride, long long classes,
                       const long long *target, long long ignored, int team,
                       const float *largest, const float *factors, const float *addends,
-                      void *made, long long n) {
+                      void *__restrict__ made, long long n) {
     EACH_TOKEN(t, n, team) {
         const char *row = (const char *)rows + t * stride * SIZE(type);
         char *to = (char *)made + t * classes * SIZE(type);
