@@ -39,7 +39,9 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import (
+    role_of,
     saved_inside,
     saved_slots,
     saves_output,
@@ -188,9 +190,12 @@ class _Player:
         inside += self._rounded(instruction, operator)
         if instruction.tape is None:
             return
+        # A cross entropy keeps its logits, whose size is what torch's, which plans are priced
+        # by, keeps of probabilities.
+        own = {0} if role_of(operator) is OperatorRole.LOSS else set()
         kept = [
             instruction.inputs[slot].value
-            for slot in saved_slots(operator)
+            for slot in saved_slots(operator) | own
             if slot not in instruction.remade
         ]
         slots = range(len(instruction.weights))

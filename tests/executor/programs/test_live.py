@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from examples.models import MLP
 from stratagem.executor import lower, model_state
@@ -18,7 +19,9 @@ from stratagem.executor.interpreter.held_bytes import held_bytes
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
 from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import Case, make_case, make_plan, megatron, sharding, whole
 
@@ -73,6 +76,43 @@ def test_peaks_are_those_of_the_storages(model: str, name: str) -> None:
     measured = measured_peaks(plan, case)
     for ours, theirs in zip(told, measured, strict=True):
         assert ours == pytest.approx(theirs, rel=0.1), (told, measured)
+
+
+class Head(nn.Module):
+    """A layer and a loss of so many classes that all else is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(4, 4), nn.Linear(4, 512)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(torch.relu(self.up(x))), target)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["one device", "pipeline", "recomputed", "classes"])
+def test_a_loss_keeps_its_logits(name: str, precision: str) -> None:
+    """In the format that they come in: of both microbatches where all forward passes are first.
+
+    The gradient of one's logits, which is made beside them, is not seen between instructions.
+    """
+    case = make_case(Head(), x=torch.randn(512, 4), target=torch.randint(512, (512,)))
+    training = replace(SGD, precision=precision)
+    of_classes = {"head": "out", "cross_entropy": "class"}
+
+    def by_class(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        return sharding(of_classes.get(operator.name))(operator, shape)
+
+    if name == "classes":
+        plan = make_plan(case, by_class, (2,), training=training)
+    else:
+        plan = replace(plans(case)[name], training=training)
+    told, measured = peak_bytes(lower(plan, case.graph)), measured_peaks(plan, case)
+    logits = 512 * 512 * {"float32": 4, "bfloat16": 2}[precision]
+    gradient = logits // {"classes": 2, "pipeline": 4}.get(name, 1)
+    for ours, theirs in zip(told, measured, strict=True):
+        assert 0.97 * theirs < ours < 1.03 * theirs + gradient, (told, measured)
+    assert max(told) > gradient + logits / (1 if name == "one device" else 2)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 2**14])
