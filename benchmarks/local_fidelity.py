@@ -44,6 +44,7 @@ from stratagem.calibration.measured_links import measured_host
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.running.execute import prepare
 from stratagem.executor.running.launch import run_ranks
@@ -417,7 +418,15 @@ def profile(setting: Setting, plans: Sequence[Plan], cache_file: Path) -> None:
             for each in plan_operators(setting.graph(model), plan)
         ]
         training = setting.training
-        profile_operators(operators, training, timings, device=device, load=load, effort=EFFORT)
+        profile_operators(
+            operators,
+            training,
+            timings,
+            device=device,
+            load=load,
+            effort=EFFORT,
+            faster=faster_on(torch.device(device)),
+        )
         profile_updates(
             training, timings, executor_update, device=device, load=load, effort=EFFORT
         )

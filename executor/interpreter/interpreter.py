@@ -15,6 +15,7 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.communication.endings import Ending
 from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.executor.interpreter import operator_actions, prefix_actions, transfer_actions
+from stratagem.executor.interpreter.batch_loading import BatchLoader
 from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.interpreter.operator_parts import OperatorParts
 from stratagem.executor.interpreter.transfer_actions import Ports
@@ -89,7 +90,8 @@ class Interpreter:
     their count while the device is waited for.
     `scale` is the loss scale of the next step in float16, None in other precisions.
     `counters` are those of batch norms, as they follow from the steps made.
-    `reads` has the inputs of the batch that it needs, which alone are brought to its device.
+    `reads` has the inputs of the batch that it needs, which alone are brought to its device, by
+    `loader`.
     `optimizer` is that of the parameters at home; its rate may be set before every step, as
     may the step of `random`, by which dropout draws.
 
@@ -127,6 +129,7 @@ class Interpreter:
             each.value: local_part(each, whole[each.parameter], self._parts.seats[each.stage])
             for each in self.mine.stored
         }
+        self.loader = BatchLoader(comm.device)
         self._memory = NamedValues()
         self._masters: dict[str, Tensor] = {}
         self._overflowed = False
@@ -260,9 +263,8 @@ class Interpreter:
         return self._memory.values.get(LOSS)
 
     def _begin(self, batch: Mapping[str, Tensor]) -> None:
-        device = self.comm.device
         self._batch = {
-            name: _on(device, tensor) if name in self.reads else tensor
+            name: self.loader.load(tensor) if name in self.reads else tensor
             for name, tensor in batch.items()
         }
         for value in self.program.left:
@@ -550,26 +552,3 @@ def _inputs_of(program: Program, instructions: Sequence[Instruction]) -> set[str
     sources = [each.operator for each in instructions if isinstance(each, Source)]
     steps = [program.whole.operator(source).attributes["steps"] for source in sources]
     return {name for each in steps for name in inputs_of(each)}
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor on a device; on its way to a GPU, from memory that torch keeps for such copies."""
-    return _lent(device, tensor).to(device, non_blocking=device.type == "cuda")
-
-
-def bring(tensor: Tensor, place: Tensor) -> None:
-    """Copy a tensor to where it is read, as `_on` does; the host waits for no device.
-
-    Example:
-        >>> there = torch.zeros(2)
-        >>> bring(torch.ones(2), there)
-        >>> there
-        tensor([1., 1.])
-    """
-    place.copy_(_lent(place.device, tensor), non_blocking=place.device.type == "cuda")
-
-
-def _lent(device: torch.device, tensor: Tensor) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory()
-    return tensor

@@ -71,6 +71,17 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._random = torch.get_rng_state()
 
+    def pin(self) -> None:
+        """Let a batch that is that of every step lie in memory from which a GPU copies by itself.
+
+        Of data that gives one after the other, a DataLoader does so (``pin_memory=True``).
+        """
+        if isinstance(self._data, Mapping):
+            self._data = {
+                name: each.pin_memory() if each.device.type == "cpu" else each
+                for name, each in self._data.items()
+            }
+
     def at(self, step: int) -> Batch:
         """The batch of a step; steps come in order, and every rank may ask for each.
 

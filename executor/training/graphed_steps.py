@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from stratagem.executor.cuda.dropout_words import DeviceWords
-from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord, bring
+from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
 from stratagem.executor.optimizers.fused_optimizers import FusedSGD
 from stratagem.executor.program.programs import LOSS
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
@@ -149,7 +149,7 @@ class GraphedSteps:
     def _run_again(self, batch: Mapping[str, Tensor]) -> StepRecord:
         assert self._run is not None
         for name, place in self._inputs.items():
-            bring(batch[name], place)
+            self._interpreter.loader.load_into(place, batch[name])
         self._enter_step()
         self._run()
         # The next run overwrites the graph's own, perhaps before anybody has read it.

@@ -159,6 +159,8 @@ def _train(
 ) -> ExecutionResult:
     comm = interpreter.comm
     place.follow(interpreter)
+    if comm.device.type == "cuda":
+        batches.pin()
     start, most_held = _begin(interpreter, batches, options, place)
     losses: list[float | Tensor | None] = []
     durations: list[int] = []

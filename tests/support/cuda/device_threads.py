@@ -35,6 +35,8 @@ BEFORE = r"""
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __grid_constant__
+#define __align__(n) alignas(n)
 #define __shared__ static
 struct uint4 { unsigned x, y, z, w; };
 struct place { unsigned x, y, z; };
