@@ -38,6 +38,7 @@ from torch import Tensor
 from stratagem.calibration.executor_measurements import (
     LOOPBACK,
     executor_dispatch,
+    executor_launches,
     executor_update,
 )
 from stratagem.calibration.measured_links import measured_host
@@ -334,7 +335,7 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
         steps, warm = RunOptions(steps=GPU_STEPS, timed_every=GPU_STEPS), slice(2, -1)
     for turn in range(setting.turns):
         if comm.rank == 0:
-            profile(setting, plans, folder / f"{turn}.sqlite")
+            profile(setting, plans, folder / f"{turn}.sqlite", first=not turn)
         comm.barrier()
         if turn % TURNS_A_LINK == 0 and comm.world_size > 1:
             timings.append(time_collectives(comm, repeats=LINK_REPEATS))
@@ -369,11 +370,14 @@ class Compared:
     measured: Measured
 
 
-def compared(setting: Setting) -> tuple[list[Compared], Cluster]:
-    """Every plan of a setting, measured and then predicted, and the cluster with its link."""
+def compared(setting: Setting, kept: Path | None = None) -> tuple[list[Compared], Cluster]:
+    """Every plan of a setting, measured and then predicted, and the cluster with its link.
+
+    Times of operators are `kept` in a new cache, if one is named.
+    """
     kind = setting.cluster.device_type(0).name
     with tempfile.TemporaryDirectory() as folder:
-        cache_file = Path(folder, "timings.sqlite")
+        cache_file = kept or Path(folder, "timings.sqlite")
         measured, cluster = measure(setting, cache_file)
         with TimingCache(cache_file) as timings:
             here = describe_environment(setting.device, load=setting.load)
@@ -408,8 +412,13 @@ def figures(latency_us: float, bandwidth_gb_s: float) -> dict[str, float]:
     return {"latency_us": round(latency_us, 1), "bandwidth_gb_s": round(bandwidth_gb_s, 3)}
 
 
-def profile(setting: Setting, plans: Sequence[Plan], cache_file: Path) -> None:
-    """Time all that the plans run; the other processes' cores run the same meanwhile."""
+def profile(
+    setting: Setting, plans: Sequence[Plan], cache_file: Path, *, first: bool = True
+) -> None:
+    """Time all that the plans run; the other processes' cores run the same meanwhile.
+
+    What a GPU's host spends around its passes is measured the `first` time only.
+    """
     load, device = setting.load, setting.device
     with TimingCache(cache_file) as timings:
         operators = [
@@ -432,6 +441,8 @@ def profile(setting: Setting, plans: Sequence[Plan], cache_file: Path) -> None:
         )
         if device == "cpu":
             profile_dispatch(timings, executor_dispatch, load=load)
+        elif first:
+            profile_dispatch(timings, executor_launches, device=device)
 
 
 def keep_typical(sources: Sequence[Path], target: Path) -> None:

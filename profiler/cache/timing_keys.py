@@ -210,6 +210,16 @@ def dispatch_key(environment: Environment, direction: Direction) -> TimingKey:
     return TimingKey(environment, operator, "float32", direction)
 
 
+LAUNCH_KIND = "launch"
+
+
+def launch_key(key: TimingKey) -> TimingKey:
+    """Where the cache keeps what a pass takes the host of a GPU, given where that pass is kept."""
+    named: dict[str, object] = {"operator": operator_digest(key.operator)}
+    operator = Operator("launch", LAUNCH_KIND, (), (), (), (), named)
+    return TimingKey(key.environment, operator, key.precision, key.direction)
+
+
 UPDATE_KIND = "update"
 
 

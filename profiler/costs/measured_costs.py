@@ -15,11 +15,13 @@ import scipy
 from stratagem.profiler.cache.csv_and_json import from_json, to_json
 from stratagem.profiler.cache.timing_keys import (
     DISPATCH_KIND,
+    LAUNCH_KIND,
     UPDATE_KIND,
     Measurement,
     TimingEntry,
     TimingKey,
     dispatch_key,
+    launch_key,
     update_key,
 )
 from stratagem.profiler.costs.correction import Correction, Sample, learn
@@ -164,9 +166,7 @@ class MeasuredCosts(SavedValue):
         if environment is None:
             return self._fallback.operator_cost(operator, sizes, direction, training, device)
         if LOADS in operator.attributes:
-            # Mixtures are timed with experts that are chosen alike.
-            attributes = {key: x for key, x in operator.attributes.items() if key != LOADS}
-            alike = replace(operator, attributes=attributes)
+            alike = _alike(operator)
             cost = self.operator_cost(alike, sizes, direction, training, device)
             share = filled_share(operator, sizes) / filled_share(alike, sizes)
             return replace(cost, seconds=cost.seconds * share)
@@ -181,6 +181,24 @@ class MeasuredCosts(SavedValue):
             if correction is not None:
                 cost = _corrected(correction, local, cost, training)
         return self._dispatched(cost, environment, direction)
+
+    def launch_seconds(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> float | None:
+        """See `LaunchTimes`: what a pass takes the host, and the executor around it."""
+        environment = self._environments.get(device.name)
+        if environment is None or not environment.cuda:
+            return None
+        local = local_operator(_alike(operator), sizes)
+        key = TimingKey(environment, local, training.formats.kernels, direction)
+        launch = self._measured.get(launch_key(key).digest)
+        around = self._measured.get(dispatch_key(environment, direction).digest)
+        return None if launch is None or around is None else launch.median_s + around.median_s
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel`."""
@@ -266,11 +284,14 @@ class MeasuredCosts(SavedValue):
         return self._fallback.operator_cost(operator, operator.sizes, direction, training, device)
 
     def _dispatched(self, cost: Cost, environment: Environment, direction: Direction) -> Cost:
-        """A cost with what the executor spends around the operator, if that was measured."""
+        """A cost with what the executor spends around the operator, if that was measured.
+
+        A GPU works on meanwhile: there it is a part of the launch.
+        """
         dispatch = self._measured.get(dispatch_key(environment, direction).digest)
-        return (
-            cost if dispatch is None else replace(cost, seconds=cost.seconds + dispatch.median_s)
-        )
+        if dispatch is None or environment.cuda:
+            return cost
+        return replace(cost, seconds=cost.seconds + dispatch.median_s)
 
 
 @dataclass(frozen=True)
@@ -292,6 +313,14 @@ class _Loaded:
 
     def entries(self) -> list[TimingEntry]:
         return self.found
+
+
+def _alike(operator: Operator) -> Operator:
+    """An operator as it is timed: a mixture with experts that are chosen alike."""
+    if LOADS not in operator.attributes:
+        return operator
+    attributes = {key: x for key, x in operator.attributes.items() if key != LOADS}
+    return replace(operator, attributes=attributes)
 
 
 def _sample(operator: Operator, plain: Cost, training: Training) -> Sample:
@@ -349,7 +378,7 @@ def _groups_of(key: TimingKey) -> list[_Group]:
 
 def _is_timed(kind: str) -> bool:
     """Whether a kind is one of operators, not of updates or of what is around them."""
-    return kind not in (UPDATE_KIND, DISPATCH_KIND)
+    return kind not in (UPDATE_KIND, DISPATCH_KIND, LAUNCH_KIND)
 
 
 def _is_update(operator: Operator) -> bool:

@@ -20,7 +20,13 @@ FIRST_AHEAD, LEAST_AHEAD, MOST_AHEAD = 1e-3, 5e-5, 2e-2
 
 
 class DeviceClock(Protocol):
-    """Reads the time before and after work on a device."""
+    """Reads the time before and after work on a device.
+
+    `host_seconds` is what the host took to give what the last `ahead` gave, 0 where it is the
+    device itself.
+    """
+
+    host_seconds: float
 
     def now(self) -> Any:
         """A stamp behind all work that was started so far."""
@@ -37,6 +43,8 @@ class CpuClock:
 
     Like a rank of the executor, a process that times something keeps the memory that it frees.
     """
+
+    host_seconds = 0.0
 
     def __init__(self) -> None:
         keep_freed_memory()
@@ -65,16 +73,16 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host_seconds = FIRST_AHEAD
+        self.host_seconds = FIRST_AHEAD
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
         """See `DeviceClock`."""
-        waits = min(max(2 * self._host_seconds, LEAST_AHEAD), MOST_AHEAD)
+        waits = min(max(2 * self.host_seconds, LEAST_AHEAD), MOST_AHEAD)
         torch.cuda._sleep(round(waits * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
         begun = time.perf_counter()
         yield
-        self._host_seconds = time.perf_counter() - begun
+        self.host_seconds = time.perf_counter() - begun
 
     def now(self) -> torch.cuda.Event:
         """See `DeviceClock`; an event."""

@@ -2,12 +2,14 @@
 
 Looking up values, the tape, views, letting go of what is not needed any more: the same for every
 operator, and a good part of a step of small ones. On a CPU it adds to the kernel; a GPU goes on
-with its queue meanwhile.
+with its queue meanwhile, and waits only where launches take longer than kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import torch
 
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import Measurement, dispatch_key
@@ -22,6 +24,7 @@ def profile_dispatch(
     cache: TimingCache,
     measure: MeasureDispatch,
     *,
+    device: torch.device | str = "cpu",
     threads: int = 1,
     load: int = 0,
 ) -> dict[Direction, Measurement]:
@@ -34,11 +37,13 @@ def profile_dispatch(
 
     Args:
         cache: where it is kept.
-        measure: what runs, such as
-        `stratagem.calibration.executor_measurements.executor_dispatch`. threads: of one kernel on
-        a CPU. load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
+        measure: what runs: of `stratagem.calibration.executor_measurements` the function
+            `executor_dispatch`, on a GPU `executor_launches`.
+        device: a CPU or a CUDA device.
+        threads: of one kernel on a CPU.
+        load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
     """
-    environment = describe_environment(threads=threads, load=load)
+    environment = describe_environment(device, threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}
     found = {direction: cache.own(key) for direction, key in keys.items()}
     if any(measurement is None for measurement in found.values()):

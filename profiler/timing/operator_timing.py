@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -40,6 +41,9 @@ CUDA_EVICT_BYTES = 256 * 2**20
 OUTLIER_DEVIATIONS = 5.0
 """Runs this many robust standard deviations from the median are outliers (Leys et al. 2013: 2.5
 to 3.5 for samples of which a few are wrong; times have a long tail that is no mistake)."""
+LEAST_LAUNCH = 1e-7
+"""Seconds of a launch that noise makes shorter than nothing."""
+NOTHING_REPEATS = 51
 LEAST_DEVIATION = 0.01
 """Of the median: clocks are not finer, so runs closer than that are never told apart."""
 
@@ -49,12 +53,14 @@ class Timing:
     """What one operator takes; `backward` is None for an operator without a gradient.
 
     `num_outliers` of the runs of both passes were far off. They hardly move a median, so they are
-    counted and not left out.
+    counted and not left out. `launches` are what the passes take the host of a GPU, beyond what a
+    call that does nothing takes it; empty on a CPU.
     """
 
     forward: Measurement
     backward: Measurement | None
     num_outliers: int = 0
+    launches: tuple[Measurement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,19 +200,48 @@ def operator_work(operator: Operator, training: Training) -> Callable[[], None]:
 
 def _time_trial(trial: Trial, clock: DeviceClock, effort: Effort) -> Timing:
     evict = evictor(trial.device, effort)
+    hosts: tuple[list[float], list[float]] = [], []
 
     def run() -> tuple[float, ...]:
         forward, outputs = timed(trial.forward, clock, evict, warm=trial.operands.inputs)
+        hosts[0].append(clock.host_seconds)
         if not trial.has_backward:
             return (forward,)
         backward, _ = timed(
             lambda: trial.backward(outputs), clock, evict, warm=trial.output_gradients
         )
+        hosts[1].append(clock.host_seconds)
         return forward, backward
 
     passes = repeat(run, effort)
     forward, *backward = map(summarise, passes)
-    return Timing(forward, backward[0] if backward else None, sum(map(count_outliers, passes)))
+    outliers = sum(map(count_outliers, passes))
+    launches = _launches(trial.device, hosts) if clock.host_seconds else ()
+    return Timing(forward, backward[0] if backward else None, outliers, launches)
+
+
+def _launches(device: torch.device, hosts: Sequence[Sequence[float]]) -> tuple[Measurement, ...]:
+    """What passes take the host beyond a call that does nothing, the first one left out."""
+    floors = _calls_of_nothing(device)
+    return tuple(
+        summarise([max(each - floor, LEAST_LAUNCH) for each in spent[1:]])
+        for spent, floor in zip(hosts, floors, strict=True)
+        if spent
+    )
+
+
+@lru_cache(maxsize=8)
+def _calls_of_nothing(device: torch.device) -> tuple[float, float]:
+    """What the host takes around a pass forward and backward that launch no kernel."""
+    clock, given = clock_of(device), torch.ones(1, device=device, requires_grad=True)
+    seen, ones = given.view(1, 1), torch.ones(1, 1, device=device)
+    spent: tuple[list[float], list[float]] = [], []
+    calls = (lambda: None, lambda: torch.autograd.grad(seen, given, ones, retain_graph=True))
+    for _ in range(NOTHING_REPEATS):
+        for call, times in zip(calls, spent, strict=True):
+            timed(call, clock, lambda: None)
+            times.append(clock.host_seconds)
+    return statistics.median(spent[0]), statistics.median(spent[1])
 
 
 def timed(

@@ -11,7 +11,13 @@ from functools import partial
 import torch
 
 from stratagem.profiler.cache.timing_cache import TimingCache
-from stratagem.profiler.cache.timing_keys import Measurement, TimingKey, describe, passes_of
+from stratagem.profiler.cache.timing_keys import (
+    Measurement,
+    TimingKey,
+    describe,
+    launch_key,
+    passes_of,
+)
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.machine.device_clocks import num_threads
 from stratagem.profiler.machine.reference_kernel import (
@@ -195,17 +201,23 @@ class Session:
         passes: list[tuple[Direction, Measurement]] = [(Direction.FORWARD, timing.forward)]
         if timing.backward is not None:
             passes.insert(0, (Direction.BACKWARD, timing.backward))
+        launches = dict(zip(Direction, timing.launches, strict=False))
         for direction, measured in passes:
             key = TimingKey(
                 setting.environment, operator, setting.training.formats.kernels, direction
             )
-            before = setting.cache.own(key)
-            if before is None or (not measured.error and measured.median_s < before.median_s):
-                setting.cache.offer(key, measured)
+            if direction in launches:
+                self._keep(launch_key(key), launches[direction])
+            self._keep(key, measured)
         if timing.forward.error:
             self.failures[digest] = f"{describe(operator)}: {timing.forward.error}"
         else:
             self.watch.timed(digest)
+
+    def _keep(self, key: TimingKey, measured: Measurement) -> None:
+        before = self.setting.cache.own(key)
+        if before is None or (not measured.error and measured.median_s < before.median_s):
+            self.setting.cache.offer(key, measured)
 
     def _timing(self, operator: Operator) -> Timing:
         setting = self.setting

@@ -43,8 +43,9 @@ def profile_updates(
         training: optimizer and precision.
         cache: where times are kept.
         make_update: what is timed, such as
-        `stratagem.calibration.executor_measurements.executor_update`. device: a CPU or a CUDA
-        device. threads: of one kernel on a CPU.
+            `stratagem.calibration.executor_measurements.executor_update`.
+        device: a CPU or a CUDA device.
+        threads: of one kernel on a CPU.
         load: how many other processes do the same meanwhile (CPU only).
         sizes: numbers of scalars.
         effort: how long to go on with each size.

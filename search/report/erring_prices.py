@@ -17,7 +17,7 @@ import numpy as np
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.device_type import DeviceType
-from stratagem.simulator.kernel_times.cost_model import Cost, CostModel, Direction
+from stratagem.simulator.kernel_times.cost_model import Cost, CostModel, Direction, LaunchTimes
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
@@ -71,6 +71,19 @@ class ErringPrices:
         """See `CostModel`."""
         cost = self.costs.operator_cost(operator, sizes, direction, training, device)
         return self._off(cost, _group_of(operator))
+
+    def launch_seconds(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> float | None:
+        """See `LaunchTimes`."""
+        if not isinstance(self.costs, LaunchTimes):
+            return None
+        return self.costs.launch_seconds(operator, sizes, direction, training, device)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel`."""

@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stratagem.simulator.graph.image_splits import with_halos
 from stratagem.simulator.hardware.device_type import DeviceType
@@ -69,6 +69,22 @@ class CostModel(Protocol):
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """Time of the optimizer on `num_parameters` scalars."""
+        ...
+
+
+@runtime_checkable
+class LaunchTimes(Protocol):
+    """A cost model that knows what launching a pass takes the host of a GPU."""
+
+    def launch_seconds(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> float | None:
+        """Seconds of the host for one pass over an operator of local `sizes`; None if unknown."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,13 @@ from stratagem.simulator.hardware.collective_times import Collective, collective
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
-from stratagem.simulator.kernel_times.cost_model import Cost, CostModel, Direction, tile_efficiency
+from stratagem.simulator.kernel_times.cost_model import (
+    Cost,
+    CostModel,
+    Direction,
+    LaunchTimes,
+    tile_efficiency,
+)
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
@@ -241,8 +248,34 @@ class OperatorPricer:
             return IDLE
         if backward and not self.graph.needs_gradient[i]:
             return IDLE
+        known = self._known_launch(operator, choice, direction)
+        if known is not None:
+            return known * choice.chunks, HOST
         kernels = num_kernels(operator, self.training, backward=backward)
         return per_kernel * kernels * choice.chunks, HOST
+
+    def _known_launch(
+        self, operator: Operator, choice: Choice, direction: Direction
+    ) -> float | None:
+        """What the cost model says that launching a pass takes the host, of a piece of it."""
+        costs = self.costs
+        if not isinstance(costs, LaunchTimes):
+            return None
+        sizes = local_sizes(operator, choice.config, self.mesh.shape)
+        piece = self._piece_sizes(operator, sizes, choice)
+        operator = with_loads(operator, self.training.expert_loads)
+        types = tuple(device.name for device in self.devices)
+        key = self.number(operator.signature), tuple(piece.values()), direction, types
+        if key not in self.known:
+            found = [
+                costs.launch_seconds(operator, piece, direction, self.training, device)
+                for device in self.devices
+            ]
+            times = [seconds for seconds in found if seconds is not None]
+            known = max(times) if len(times) == len(found) else math.nan
+            self.known[key] = known, 0.0, NO_COST
+        seconds = self.known[key][0]
+        return None if math.isnan(seconds) else seconds
 
     def _piece_sizes(
         self, operator: Operator, sizes: Mapping[str, int], choice: Choice

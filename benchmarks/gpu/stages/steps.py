@@ -1,4 +1,7 @@
-"""Predicted against measured steps of eight plans on one device, with timelines of both."""
+"""Predicted against measured steps of eight plans on one device, with timelines of both.
+
+Times of operators are kept in ``OUT/steps-MODEL.sqlite``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def _plans(setting: Setting, kind: str) -> Figures:
     if setting.rehearse:
         given = replace(given, models=TINY_MODELS)
     plans = tuple(each for each in given.plans if each[0].startswith(kind))
-    found, _ = compared(replace(given, plans=plans, turns=setting.size(TURNS, TINY_TURNS)))
+    kept = setting.out / f"steps-{kind}.sqlite"
+    kept.unlink(missing_ok=True)
+    used = replace(given, plans=plans, turns=setting.size(TURNS, TINY_TURNS))
+    found, cluster = compared(used, kept)
     lines = [line(each) for each in found]
     drawn = setting.size(len(found), 1)
     pictures = [_picture(setting, each) for each in found[:drawn]]
@@ -48,6 +54,7 @@ def _plans(setting: Setting, kind: str) -> Figures:
             {**told, "picture": picture} for told, picture in zip(lines, pictures, strict=True)
         ],
         "errors": [each["error"] for each in lines],
+        "launch_us": cluster.calibration.launch_us,
     }
 
 

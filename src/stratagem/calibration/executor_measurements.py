@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stratagem.executor.backends.threads import run_local
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.optimizers.muon import Muon
@@ -34,6 +36,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.plan.provenance import ProcessBackend
 from stratagem.simulator.sharding.choice import Choice
@@ -44,6 +47,7 @@ LEAST_SECONDS = 1e-9
 """Of a dispatch that noise makes faster than nothing."""
 DISPATCH_STEPS = 12
 """Of the small program that shows what an instruction takes; as many warm up."""
+BRIEF = Effort(seconds=0.05)
 LAUNCH_LAYERS = 8
 """Of the program that shows what a launch takes: an update is a small part of its kernels."""
 
@@ -111,33 +115,75 @@ def executor_launch(device: str = "cuda") -> float:
         >>> executor_launch("cuda")  # doctest: +SKIP
         2.1e-05
     """
-    graph = gpt(
+    graph = _tiny()
+    launched = sum(
+        num_kernels(operator, Training(), backward=direction is Direction.BACKWARD)
+        for operator, direction in _passes(graph)
+    )
+    return statistics.median(_host_seconds(graph, device)) / launched
+
+
+def executor_launches(device: str = "cuda") -> dict[Direction, Measurement]:
+    """What the executor's host spends around a pass, beyond launching its kernels.
+
+    The tiny GPT of `executor_launch` is run, and what `time_operator` finds that launching its
+    passes takes is taken off; the rest is shared out among all passes.
+
+    Example:
+        >>> executor_launches("cuda")[Direction.FORWARD].median_s  # doctest: +SKIP
+        8.1e-06
+    """
+    graph, known = _tiny(), dict[object, tuple[Measurement, ...]]()
+    faster = faster_on(torch.device(device))
+    for operator in graph.operators:
+        if not operator.is_source and operator.signature not in known:
+            timing = time_operator(operator, Training(), device, effort=BRIEF, faster=faster)
+            known[operator.signature] = timing.launches
+    passes = _passes(graph)
+    launches = sum(
+        known[operator.signature][direction is Direction.BACKWARD].median_s
+        for operator, direction in passes
+    )
+    each = [
+        max((spent - launches) / len(passes), LEAST_SECONDS)
+        for spent in _host_seconds(graph, device)
+    ]
+    return dict.fromkeys(Direction, summarise(each))
+
+
+def _tiny() -> OperatorGraph:
+    """A GPT of kernels that do next to nothing."""
+    return gpt(
         num_layers=LAUNCH_LAYERS, hidden=64, num_heads=4, vocabulary=64, sequence=16, batch=2
     )
-    plan = _one_rank_plan(graph)
-    program = prepare(plan, graph)
-    spent = run_local(
-        1, lambda comm: _host_seconds(Interpreter(program, comm, _state(graph))), device=device
-    )[0]
-    launched = sum(
-        num_kernels(operator, plan.training, backward=backward)
+
+
+def _passes(graph: OperatorGraph) -> list[tuple[Operator, Direction]]:
+    """All passes of a step."""
+    return [
+        (operator, direction)
         for operator, trained in zip(graph.operators, graph.needs_gradient, strict=True)
         if not operator.is_source
-        for backward in ((False, True) if trained else (False,))
-    )
-    return spent / launched
+        for direction in (Direction if trained else (Direction.FORWARD,))
+    ]
 
 
-def _host_seconds(interpreter: Interpreter) -> float:
-    """What the host takes to issue a step to a device that has nothing to do."""
-    device, spent = interpreter.comm.device, []
-    for _ in range(2 * DISPATCH_STEPS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = time.perf_counter()
-        interpreter.issue(_zeros(interpreter))
-        spent.append(time.perf_counter() - begun)
-    return statistics.median(spent[DISPATCH_STEPS:])
+def _host_seconds(graph: OperatorGraph, device: str) -> list[float]:
+    """What the host takes to issue steps of a graph to a device that has nothing to do."""
+    program = prepare(_one_rank_plan(graph), graph)
+
+    def rank(comm: Communicator) -> list[float]:
+        interpreter, spent = Interpreter(program, comm, _state(graph)), []
+        batch = _zeros(interpreter)
+        for _ in range(2 * DISPATCH_STEPS):
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize(comm.device)
+            begun = time.perf_counter()
+            interpreter.issue(batch)
+            spent.append(time.perf_counter() - begun)
+        return spent[DISPATCH_STEPS:]
+
+    return run_local(1, rank, device=device)[0]
 
 
 def _one_rank_plan(graph: OperatorGraph) -> Plan:
@@ -174,10 +220,9 @@ def _zeros(interpreter: Interpreter) -> dict[str, Tensor]:
 
 def _kernel_seconds(graph: OperatorGraph) -> Mapping[Direction, Mapping[str, float]]:
     found: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
-    effort = Effort(seconds=0.05)
     for operator in graph.operators:
         if not operator.is_source:
-            timing = time_operator(operator, Training(), effort=effort)
+            timing = time_operator(operator, Training(), effort=BRIEF)
             found[Direction.FORWARD][operator.name] = timing.forward.median_s
             if timing.backward is not None:
                 found[Direction.BACKWARD][operator.name] = timing.backward.median_s

@@ -11,7 +11,11 @@ from pathlib import Path
 import torch
 
 from stratagem.basics.progress import progress_bar
-from stratagem.calibration.executor_measurements import executor_dispatch, executor_update
+from stratagem.calibration.executor_measurements import (
+    executor_dispatch,
+    executor_launches,
+    executor_update,
+)
 from stratagem.calibration.measured_links import device_here
 from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.profiler.cache.timing_cache import TimingCache
@@ -142,6 +146,8 @@ def profile_wanted(
             )
         if device == "cpu":
             profile_dispatch(timings, executor_dispatch, load=load)
+        else:
+            profile_dispatch(timings, executor_launches, device=device)
         costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())
         beyond = len(operators) - len(operators[:limit])
         return Profiled(costs, report, beyond, kind, timings.path)
