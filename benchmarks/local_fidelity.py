@@ -62,6 +62,7 @@ from stratagem.profiler import (
     fit_link,
     plan_operators,
     profile_dispatch,
+    profile_launches,
     profile_operators,
     profile_updates,
     time_collectives,
@@ -417,7 +418,7 @@ def profile(
 ) -> None:
     """Time all that the plans run; the other processes' cores run the same meanwhile.
 
-    What a GPU's host spends around its passes is measured the `first` time only.
+    How much less launches take a GPU's host in a step is measured the `first` time only.
     """
     load, device = setting.load, setting.device
     with TimingCache(cache_file) as timings:
@@ -442,7 +443,7 @@ def profile(
         if device == "cpu":
             profile_dispatch(timings, executor_dispatch, load=load)
         elif first:
-            profile_dispatch(timings, executor_launches, device=device)
+            profile_launches(timings, executor_launches, device=device)
 
 
 def keep_typical(sources: Sequence[Path], target: Path) -> None:

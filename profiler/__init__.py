@@ -20,7 +20,7 @@ from stratagem.profiler.timing.collective_timing import (
     keep_collectives,
     time_collectives,
 )
-from stratagem.profiler.timing.dispatch_timing import profile_dispatch
+from stratagem.profiler.timing.dispatch_timing import profile_dispatch, profile_launches
 from stratagem.profiler.timing.operator_timing import Effort, Timing, time_operator
 from stratagem.profiler.timing.profile_operators import (
     local_operators,
@@ -57,6 +57,7 @@ __all__ = [
     "local_operators",
     "plan_operators",
     "profile_dispatch",
+    "profile_launches",
     "profile_operators",
     "profile_updates",
     "time_collectives",

@@ -213,11 +213,24 @@ def dispatch_key(environment: Environment, direction: Direction) -> TimingKey:
 LAUNCH_KIND = "launch"
 
 
+class Launched(enum.Enum):
+    """How passes are launched: by the executor in a step, or alone, as the profiler times them."""
+
+    BY_EXECUTOR = "by the executor"
+    ALONE = "alone"
+
+
 def launch_key(key: TimingKey) -> TimingKey:
     """Where the cache keeps what a pass takes the host of a GPU, given where that pass is kept."""
     named: dict[str, object] = {"operator": operator_digest(key.operator)}
     operator = Operator("launch", LAUNCH_KIND, (), (), (), (), named)
     return TimingKey(key.environment, operator, key.precision, key.direction)
+
+
+def launched_key(environment: Environment, how: Launched) -> TimingKey:
+    """Where the cache keeps what launching all passes of a step takes a host, in one way."""
+    operator = Operator("launch", LAUNCH_KIND, (), (), (), (), {"step": how.value})
+    return TimingKey(environment, operator, "float32", Direction.FORWARD)
 
 
 UPDATE_KIND = "update"

@@ -17,11 +17,13 @@ from stratagem.profiler.cache.timing_keys import (
     DISPATCH_KIND,
     LAUNCH_KIND,
     UPDATE_KIND,
+    Launched,
     Measurement,
     TimingEntry,
     TimingKey,
     dispatch_key,
     launch_key,
+    launched_key,
     update_key,
 )
 from stratagem.profiler.costs.correction import Correction, Sample, learn
@@ -190,15 +192,17 @@ class MeasuredCosts(SavedValue):
         training: Training,
         device: DeviceType,
     ) -> float | None:
-        """See `LaunchTimes`: what a pass takes the host, and the executor around it."""
+        """See `LaunchTimes`: what a pass takes the host alone, as it is launched in a step."""
         environment = self._environments.get(device.name)
         if environment is None or not environment.cuda:
             return None
         local = local_operator(_alike(operator), sizes)
         key = TimingKey(environment, local, training.formats.kernels, direction)
-        launch = self._measured.get(launch_key(key).digest)
-        around = self._measured.get(dispatch_key(environment, direction).digest)
-        return None if launch is None or around is None else launch.median_s + around.median_s
+        alone = self._measured.get(launch_key(key).digest)
+        steps = [self._measured.get(launched_key(environment, how).digest) for how in Launched]
+        if alone is None or steps[0] is None or steps[1] is None:
+            return None
+        return alone.median_s * steps[0].median_s / steps[1].median_s
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel`."""
@@ -284,14 +288,11 @@ class MeasuredCosts(SavedValue):
         return self._fallback.operator_cost(operator, operator.sizes, direction, training, device)
 
     def _dispatched(self, cost: Cost, environment: Environment, direction: Direction) -> Cost:
-        """A cost with what the executor spends around the operator, if that was measured.
-
-        A GPU works on meanwhile: there it is a part of the launch.
-        """
+        """A cost with what the executor spends around the operator, if that was measured."""
         dispatch = self._measured.get(dispatch_key(environment, direction).digest)
-        if dispatch is None or environment.cuda:
-            return cost
-        return replace(cost, seconds=cost.seconds + dispatch.median_s)
+        return (
+            cost if dispatch is None else replace(cost, seconds=cost.seconds + dispatch.median_s)
+        )
 
 
 @dataclass(frozen=True)

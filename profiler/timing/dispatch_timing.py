@@ -12,7 +12,12 @@ from collections.abc import Callable
 import torch
 
 from stratagem.profiler.cache.timing_cache import TimingCache
-from stratagem.profiler.cache.timing_keys import Measurement, dispatch_key
+from stratagem.profiler.cache.timing_keys import (
+    Launched,
+    Measurement,
+    dispatch_key,
+    launched_key,
+)
 from stratagem.profiler.machine.device_clocks import describe_environment, num_threads
 from stratagem.simulator.kernel_times.cost_model import Direction
 
@@ -24,7 +29,6 @@ def profile_dispatch(
     cache: TimingCache,
     measure: MeasureDispatch,
     *,
-    device: torch.device | str = "cpu",
     threads: int = 1,
     load: int = 0,
 ) -> dict[Direction, Measurement]:
@@ -37,13 +41,12 @@ def profile_dispatch(
 
     Args:
         cache: where it is kept.
-        measure: what runs: of `stratagem.calibration.executor_measurements` the function
-            `executor_dispatch`, on a GPU `executor_launches`.
-        device: a CPU or a CUDA device.
+        measure: what runs, such as
+            `stratagem.calibration.executor_measurements.executor_dispatch`.
         threads: of one kernel on a CPU.
         load: part of the key only, so that `MeasuredCosts` finds it beside its operators.
     """
-    environment = describe_environment(device, threads=threads, load=load)
+    environment = describe_environment(threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}
     found = {direction: cache.own(key) for direction, key in keys.items()}
     if any(measurement is None for measurement in found.values()):
@@ -53,3 +56,39 @@ def profile_dispatch(
             cache.put(key, measured[direction])
         return measured
     return {direction: m for direction, m in found.items() if m is not None}
+
+
+MeasureLaunches = Callable[[], dict[Launched, Measurement]]
+"""Seconds that the host of a GPU takes to launch all passes of a small step, in both ways."""
+
+
+def profile_launches(
+    cache: TimingCache, measure: MeasureLaunches, *, device: torch.device | str = "cuda"
+) -> dict[Launched, Measurement]:
+    """Measure once what launches take in a step of the executor, and keep it in `cache`.
+
+    Launched one after the other passes take the host less than alone: its caches are warm, and a
+    segment of operators goes back in one call. By how much is one ratio of a machine, which times
+    of single launches are scaled by.
+
+    Example:
+        >>> found = profile_launches(cache, executor_launches)  # doctest: +SKIP
+        >>> {how.value: each.median_s for how, each in found.items()}  # doctest: +SKIP
+        {'by the executor': 0.0106, 'alone': 0.0221}
+
+    Args:
+        cache: where it is kept; what is there is not measured again.
+        measure: what runs, such as
+            `stratagem.calibration.executor_measurements.executor_launches`.
+        device: the CUDA device.
+    """
+    environment = describe_environment(device)
+    keys = {how: launched_key(environment, how) for how in Launched}
+    found = {how: cache.own(key) for how, key in keys.items()}
+    known = {how: each for how, each in found.items() if each is not None}
+    if len(known) == len(keys):
+        return known
+    measured = measure()
+    for how, key in keys.items():
+        cache.put(key, measured[how])
+    return measured

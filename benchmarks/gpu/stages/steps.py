@@ -18,7 +18,7 @@ from benchmarks.local_fidelity import Compared, Models, compared, line, one_devi
 from stratagem.runs.predicted_and_measured import compare
 from stratagem.simulator.graph.models import gpt, mlp, resnet
 
-TURNS, TINY_TURNS = 7, 1
+TURNS, TINY_TURNS = 4, 1
 TINY_MODELS: Models = {
     "gpt": lambda: gpt(
         num_layers=1, hidden=32, num_heads=2, vocabulary=4096, sequence=16, batch=4

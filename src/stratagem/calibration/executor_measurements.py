@@ -24,7 +24,7 @@ from stratagem.executor.running.execute import prepare
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.executor.watching.run_folder import Scratch
-from stratagem.profiler.cache.timing_keys import Measurement, summarise
+from stratagem.profiler.cache.timing_keys import Launched, Measurement, summarise
 from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
 from stratagem.profiler.timing.operator_timing import Effort, evictor, time_operator
 from stratagem.simulator.base.files import decode, read_text
@@ -123,15 +123,14 @@ def executor_launch(device: str = "cuda") -> float:
     return statistics.median(_host_seconds(graph, device)) / launched
 
 
-def executor_launches(device: str = "cuda") -> dict[Direction, Measurement]:
-    """What the executor's host spends around a pass, beyond launching its kernels.
+def executor_launches(device: str = "cuda") -> dict[Launched, Measurement]:
+    """Seconds that the host takes to launch all passes of a small step, in both ways.
 
-    The tiny GPT of `executor_launch` is run, and what `time_operator` finds that launching its
-    passes takes is taken off; the rest is shared out among all passes.
+    By the executor, as in `executor_launch`, and one by one, as `time_operator` finds.
 
     Example:
-        >>> executor_launches("cuda")[Direction.FORWARD].median_s  # doctest: +SKIP
-        8.1e-06
+        >>> executor_launches("cuda")[Launched.BY_EXECUTOR].median_s  # doctest: +SKIP
+        0.0106
     """
     graph, known = _tiny(), dict[object, tuple[Measurement, ...]]()
     faster = faster_on(torch.device(device))
@@ -139,16 +138,16 @@ def executor_launches(device: str = "cuda") -> dict[Direction, Measurement]:
         if not operator.is_source and operator.signature not in known:
             timing = time_operator(operator, Training(), device, effort=BRIEF, faster=faster)
             known[operator.signature] = timing.launches
-    passes = _passes(graph)
-    launches = sum(
-        known[operator.signature][direction is Direction.BACKWARD].median_s
-        for operator, direction in passes
-    )
-    each = [
-        max((spent - launches) / len(passes), LEAST_SECONDS)
-        for spent in _host_seconds(graph, device)
+    launches = [
+        known[operator.signature][direction is Direction.BACKWARD]
+        for operator, direction in _passes(graph)
     ]
-    return dict.fromkeys(Direction, summarise(each))
+    alone = sum(each.median_s for each in launches)
+    spread = max(each.spread for each in launches)
+    return {
+        Launched.BY_EXECUTOR: summarise(_host_seconds(graph, device)),
+        Launched.ALONE: Measurement(alone, spread, min(each.repeats for each in launches)),
+    }
 
 
 def _tiny() -> OperatorGraph:

@@ -22,7 +22,7 @@ from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import operator_digest
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
 from stratagem.profiler.machine.device_clocks import describe_environment
-from stratagem.profiler.timing.dispatch_timing import profile_dispatch
+from stratagem.profiler.timing.dispatch_timing import profile_dispatch, profile_launches
 from stratagem.profiler.timing.operator_timing import Effort
 from stratagem.profiler.timing.profile_operators import LocalSizes, profile_operators
 from stratagem.profiler.timing.session import ProfileProgress, ProfileReport
@@ -147,7 +147,7 @@ def profile_wanted(
         if device == "cpu":
             profile_dispatch(timings, executor_dispatch, load=load)
         else:
-            profile_dispatch(timings, executor_launches, device=device)
+            profile_launches(timings, executor_launches, device=device)
         costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())
         beyond = len(operators) - len(operators[:limit])
         return Profiled(costs, report, beyond, kind, timings.path)

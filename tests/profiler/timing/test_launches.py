@@ -20,9 +20,10 @@ from stratagem.profiler import (
     TimingCache,
     TimingKey,
     plan_operators,
+    profile_launches,
     profile_operators,
 )
-from stratagem.profiler.cache.timing_keys import dispatch_key, launch_key
+from stratagem.profiler.cache.timing_keys import Launched, launch_key, launched_key
 from stratagem.profiler.machine.device_clocks import CpuClock
 from stratagem.profiler.timing import operator_timing
 from stratagem.profiler.timing.operator_timing import time_operator
@@ -31,7 +32,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
-from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.plan.provenance import Environment
@@ -113,27 +114,26 @@ def test_a_profile_keeps_launches(beside: None, tmp_path: Path) -> None:
     assert kinds.count("launch") == len(kinds) / 2 > 0
 
 
-@pytest.mark.parametrize("around", [2e-6, 5e-6])
-def test_a_simulation_launches_as_was_measured(tmp_path: Path, around: float) -> None:
-    """Launches of a ResNet took thrice what those of a GPT's kernels took, kernel by kernel."""
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_simulation_launches_as_was_measured(tmp_path: Path, share: float) -> None:
+    """Launches of a ResNet took twice what those of a GPT's kernels took, kernel by kernel."""
     graph = mlp([64, 64, 64], batch=4)
     found = {}
     with TimingCache(tmp_path / "timings.sqlite") as cache:
-        for direction in Direction:
-            cache.put(dispatch_key(GPU, direction), Measurement(around, 0.01, 9))
+        for how, seconds in ((Launched.BY_EXECUTOR, share * 1e-2), (Launched.ALONE, 1e-2)):
+            cache.put(launched_key(GPU, how), Measurement(seconds, 0.01, 9))
         for number, (operator, direction) in enumerate(_passes(graph)):
             key = TimingKey(GPU, operator, "float32", direction)
             cache.put(key, Measurement(1e-6, 0.01, 9))
-            found.setdefault(launch_key(key).digest, 1e-6 * (number + 1))
+            found.setdefault(launch_key(key).digest, 2e-6 * (number + 1))
             cache.put(launch_key(key), Measurement(found[launch_key(key).digest], 0.01, 9))
         costs = MeasuredCosts(cache, {"H200": GPU}, RooflineCosts())
         plain = MeasuredCosts(cache, {}, RooflineCosts())
     keys = [launch_key(TimingKey(GPU, o, "float32", d)).digest for o, d in _passes(graph)]
-    expected = sum(found[key] + around for key in keys)
+    expected = share * sum(found[key] for key in keys)
     assert host_ns(simulated(graph, costs)) == pytest.approx(expected * 1e9, abs=len(keys))
     assert host_ns(simulated(graph, plain)) > 10_000 * len(keys)
-    # Kernels are as long as was measured: what the executor does around them is the host's.
-    for operator, direction in _passes(graph):
+    for operator, direction in _passes(graph):  # Kernels are as long as was measured.
         cost = costs.operator_cost(
             operator, operator.sizes, direction, Training(), CLUSTER.device_type(0)
         )
@@ -143,22 +143,31 @@ def test_a_simulation_launches_as_was_measured(tmp_path: Path, around: float) ->
 def test_what_is_not_known_of_a_pass_is_counted_by_kernels(tmp_path: Path) -> None:
     graph = mlp([64, 64, 64], batch=4)
     with TimingCache(tmp_path / "timings.sqlite") as cache:
-        cache.put(dispatch_key(GPU, Direction.FORWARD), Measurement(2e-6, 0.01, 9))
+        for how in Launched:
+            cache.put(launched_key(GPU, how), Measurement(1e-2, 0.01, 9))
         costs = MeasuredCosts(cache, {"H200": GPU}, RooflineCosts())
         plain = MeasuredCosts(cache, {}, RooflineCosts())
     assert host_ns(simulated(graph, costs)) == host_ns(simulated(graph, plain)) > 0
 
 
-def test_what_the_executor_does_around_a_pass_is_shared_out(
-    beside: None, monkeypatch: pytest.MonkeyPatch
+def test_both_ways_to_launch_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step takes, less its launches, among its passes."""
-    monkeypatch.setattr(executor_measurements, "_host_seconds", lambda graph, device: [1.0] * 5)
-    launch = Measurement(1e-3, 0.0, 5)
+    monkeypatch.setattr(executor_measurements, "_host_seconds", lambda graph, device: [0.5] * 5)
+    launch = Measurement(1e-3, 0.1, 5)
     timing = operator_timing.Timing(launch, launch, 0, (launch, launch))
     monkeypatch.setattr(executor_measurements, "time_operator", lambda *_, **__: timing)
-    passes = len(_passes(_tiny()))
-    found = executor_launches("cpu")
-    assert set(found) == set(Direction)
-    for each in found.values():
-        assert each.median_s == pytest.approx((1.0 - 1e-3 * passes) / passes)
+    asked = []
+
+    def measure() -> dict[Launched, Measurement]:
+        asked.append(True)
+        return executor_launches("cpu")
+
+    with TimingCache(tmp_path / "timings.sqlite") as cache:
+        found = [profile_launches(cache, measure, device="cpu") for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(asked) == 1
+    assert found[0][Launched.BY_EXECUTOR].median_s == 0.5
+    alone = found[0][Launched.ALONE]
+    assert alone.median_s == pytest.approx(1e-3 * len(_passes(_tiny())))
+    assert (alone.spread, alone.repeats) == (0.1, 5)
