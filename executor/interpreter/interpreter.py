@@ -263,10 +263,8 @@ class Interpreter:
         return self._memory.values.get(LOSS)
 
     def _begin(self, batch: Mapping[str, Tensor]) -> None:
-        self._batch = {
-            name: self.loader.load(tensor) if name in self.reads else tensor
-            for name, tensor in batch.items()
-        }
+        read = {name: tensor for name, tensor in batch.items() if name in self.reads}
+        self._batch = {**batch, **self.loader.load(read)}
         for value in self.program.left:
             self._memory.values.pop(value, None)
         self._memory.seed = 1.0 if self.scale is None else self.scale.value

@@ -148,8 +148,7 @@ class GraphedSteps:
 
     def _run_again(self, batch: Mapping[str, Tensor]) -> StepRecord:
         assert self._run is not None
-        for name, place in self._inputs.items():
-            self._interpreter.loader.load_into(place, batch[name])
+        self._interpreter.loader.load_into(self._inputs, batch)
         self._enter_step()
         self._run()
         # The next run overwrites the graph's own, perhaps before anybody has read it.
