@@ -118,8 +118,8 @@ TURNS, STEPS = 15, 4
 """Every plan gets so many turns of so many steps, of which the first warms up; the operators have
 one before each.
 """
-GPU_STEPS = 10
-"""Of a turn on a GPU, whose host runs ahead: two warm up."""
+GPU_STEPS, GPU_WARMUP = 14, 4
+"""Of a turn on a GPU. Its host runs ahead: the first steps are given, and not waited for."""
 TURNS_A_LINK, LINK_REPEATS = 3, 4
 """After so many turns the collectives have one, with so many repeats a round."""
 EFFORT = Effort(seconds=0.0, max_drift=math.inf)
@@ -333,7 +333,7 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
     timings: LinkTimings = []
     steps, warm = RunOptions(steps=STEPS), slice(1, None)
     if setting.device == "cuda":  # As most steps of a run: the first and the last are timed.
-        steps, warm = RunOptions(steps=GPU_STEPS, timed_every=GPU_STEPS), slice(2, -1)
+        steps, warm = RunOptions(steps=GPU_STEPS, timed_every=GPU_STEPS), slice(GPU_WARMUP, -1)
     for turn in range(setting.turns):
         if comm.rank == 0:
             profile(setting, plans, folder / f"{turn}.sqlite", first=not turn)
