@@ -67,7 +67,7 @@ def situation_of(name: str) -> Situation:
     """A case with nothing priced yet."""
     build, nodes = CASES[name]
     cluster = Cluster.preset("dgx-a100", num_nodes=nodes)
-    return Situation(build(), cluster, Training(precision="bfloat16"), default_costs())
+    return Situation(build(), cluster, Training("bfloat16", eager_loss=True), default_costs())
 
 
 def methods(name: str) -> None:

@@ -65,7 +65,8 @@ def draw_problem(seed: int, number: int, *, limit: int) -> SmallProblem:
         for _ in range(MAX_DRAWS):
             family = list(FAMILIES)[rng.integers(len(FAMILIES))]
             graph = draw_graph(rng, family)
-            training = Training(precision=str(rng.choice(["float32", "bfloat16"])))
+            precision = str(rng.choice(["float32", "bfloat16"]))
+            training = Training(precision, eager_loss=True)
             cluster = draw_cluster(rng, graph, training, nodes, per_node)
             num_plans = count_plans(graph, skeletons(graph, cluster), limit=limit)
             if _num_layers(graph) <= MAX_OPERATORS and 1 < num_plans <= limit:

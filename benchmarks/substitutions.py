@@ -76,7 +76,7 @@ def _added(b: GraphBuilder, x: DraftTensor, *others: DraftTensor) -> DraftTensor
 
 def cases() -> Iterator[Case]:
     """Models as their users write them: projections apart, or made at once."""
-    half = Training("bfloat16")
+    half = Training("bfloat16", eager_loss=True)
     node = Cluster.preset("dgx-a100", num_nodes=1)
     yield Case("llama 7B", lambda: llama(sequence=2048, batch=8), node, half)
     yield Case(

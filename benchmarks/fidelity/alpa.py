@@ -141,6 +141,7 @@ def _training(family: str, method: str) -> Training:
         optimizer="adam" if family == "gpt" or method in OTHERS else "sgd",
         fused_elementwise=True,
         fused_loss=method == "intra_only",
+        eager_loss=method != "intra_only",
     )
 
 

@@ -37,8 +37,8 @@ def selene(num_devices: int, gpu: str) -> Cluster:
 
 
 def training(precision: str) -> Training:
-    """Mixed precision with Megatron's fused elementwise kernels."""
-    return Training(precision=precision, fused_elementwise=True)
+    """Mixed precision with Megatron's fused elementwise kernels, and its loss in float32."""
+    return Training(precision=precision, fused_elementwise=True, eager_loss=True)
 
 
 def with_passes(precision: str, *, fused_accumulation: bool) -> Training:

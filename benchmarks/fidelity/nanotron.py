@@ -29,6 +29,7 @@ def nanotron(number: int, row: Row) -> Iterator[Run]:
             precision="bfloat16",
             gradient_precision="float32",
             bucketed_gradients=True,
+            eager_loss=True,
         ),
         zero=whole(row, "zero") if gpus > whole(row, "tp") * whole(row, "pp") else 0,
         sequence_parallel=True,

@@ -104,7 +104,11 @@ class Training:
         flash_version: which FlashAttention runs fused attention, 1 (Dao et al. 2022), 2 (Dao 2023)
             or 3 (Shah et al. 2024, on Hopper).
         fused_loss: whether the cross-entropy is one kernel that leaves the gradient where the
-            logits were; otherwise it works on float32 copies of the logits.
+            logits were. The executor's, the default, keeps the logits and makes their gradient
+            beside them, each in the precision of the logits.
+        eager_loss: whether it works on float32 copies of the logits and keeps probabilities, as
+            PyTorch's own operators do. Like `fused_loss` it counts in predictions alone: the
+            executor runs its own.
         fused_accumulation: whether products add a microbatch's gradients of weights to those
             before where these lie (Megatron-LM's fusion of 2022). Otherwise every microbatch's are
             added in a pass of their own, those of the first to zeros: as autograd and hooks do it.
@@ -130,7 +134,8 @@ class Training:
 
     Raises:
         ValueError: on an unknown precision or optimizer, a beta that is not in [0, 1), or a
-            weight decay or a norm below 0, or an option that the optimizer does not have.
+            weight decay or a norm below 0, an option that the optimizer does not have, or two
+            kinds of loss.
     """
 
     precision: str | Precision = "float32"
@@ -140,6 +145,7 @@ class Training:
     fused_elementwise: bool = False
     flash_version: int = 2
     fused_loss: bool = False
+    eager_loss: bool = False
     fused_accumulation: bool = True
     fused_update: bool = True
     bucketed_gradients: bool = False
@@ -249,6 +255,11 @@ class Training:
         if self.clip_norm and self.clip_value:
             raise ValueError(
                 f"clip_norm is {self.clip_norm} and clip_value {self.clip_value}; choose one"
+            )
+        if self.fused_loss and self.eager_loss:
+            raise ValueError(
+                "fused_loss and eager_loss are both True, but one loss runs; leave fused_loss out "
+                "for float32 copies of the logits, or eager_loss for one kernel without any"
             )
 
     @property

@@ -22,6 +22,7 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import ParameterUse, home_placements
 
 _FLOAT32 = 4
+_STATISTICS = 2 * _FLOAT32  # Largest logit and sum of exponentials of a token.
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def operator_footprint(
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
     made = read * training.bytes_of("float32")
     if role_of(operator) is OperatorRole.LOSS:
-        own, made = _loss_bytes(math.prod(shape_of(operator.inputs[0].layout, sizes)), training)
+        logits, tokens = (math.prod(shape_of(read.layout, sizes)) for read in operator.inputs[:2])
+        own, made = _loss_bytes(logits, tokens, training)
     state = _state_bytes(operator, choice, uses, shape, training)
     return Footprint(
         *state[:3],
@@ -79,17 +81,21 @@ def operator_footprint(
     )
 
 
-def _loss_bytes(logits: int, training: Training) -> tuple[int, int]:
+def _loss_bytes(logits: int, tokens: int, training: Training) -> tuple[int, int]:
     """What a cross-entropy of so many logits keeps, and what its backward pass makes.
 
-    It keeps probabilities in float32, and makes gradients in float32 twice: of the logarithms and
-    of the logits. The gradient in the precision of the logits is their producer's, and comes
-    behind that (see `tensor_lifetimes`). A fused one keeps the logits and writes their gradient
-    over them.
+    The executor's keeps the logits and two numbers a token, and makes the gradient of the logits
+    in their precision (`torch_ops.kernels.loss`). A fused one keeps the logits and writes their
+    gradient over them. An eager one keeps probabilities in float32, and makes gradients in float32
+    twice: of the logarithms and of the logits. The gradient in the precision of the logits is
+    their producer's, and comes behind that (see `tensor_lifetimes`).
     """
+    held = training.parameter_bytes * logits
     if training.fused_loss:
-        return training.parameter_bytes * logits, 0
-    return _FLOAT32 * logits, 2 * _FLOAT32 * logits
+        return held, 0
+    if training.eager_loss:
+        return _FLOAT32 * logits, 2 * _FLOAT32 * logits
+    return held + _STATISTICS * tokens, held
 
 
 def _state_bytes(

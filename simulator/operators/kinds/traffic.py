@@ -40,8 +40,8 @@ class KernelChoice(Protocol):
         ...
 
     @property
-    def fused_loss(self) -> bool:
-        """Whether the loss is one kernel."""
+    def eager_loss(self) -> bool:
+        """Whether the loss works on float32 copies of the logits."""
         ...
 
 
@@ -153,7 +153,10 @@ class LikeOutput:
 
 @dataclass(frozen=True)
 class OfLogits:
-    """A cross-entropy, in one kernel or on float32 copies of the logits."""
+    """A cross-entropy, in one kernel a pass or on float32 copies of the logits.
+
+    One kernel reads the logits, and in backward writes their gradient: beside them or over them.
+    """
 
     passes: float = 2.0
 
@@ -164,7 +167,7 @@ class OfLogits:
     def forward(self, operator: Operator, sizes: Sizes, choice: KernelChoice) -> Moved:
         """See `Traffic`."""
         item, logits = choice.parameter_bytes, input_size(operator, sizes)
-        if choice.fused_loss:
+        if not choice.eager_loss:
             return Moved(float(item * logits), 1)
         # To float32 and back, where it is not already; logarithms of the softmax are written.
         widened = item + FLOAT32 if item < FLOAT32 else 0
@@ -173,7 +176,7 @@ class OfLogits:
     def backward(self, operator: Operator, sizes: Sizes, choice: KernelChoice) -> Moved:
         """See `Traffic`."""
         item, logits = choice.parameter_bytes, input_size(operator, sizes)
-        if choice.fused_loss:
+        if not choice.eager_loss:
             return Moved(2.0 * item * logits, 1)
         # The gradient of the loss is spread over zeros, then that of the softmax is taken.
         narrowed = item + FLOAT32 if item < FLOAT32 else 0

@@ -74,7 +74,7 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
     training = Training(
         data.draw(st.sampled_from(["float32", "bfloat16"])),
         gradient_precision=data.draw(st.sampled_from(["", "float32"])),
-        fused_loss=data.draw(st.booleans()),
+        **data.draw(st.sampled_from([{}, {"fused_loss": True}, {"eager_loss": True}])),
         bucketed_gradients=data.draw(st.booleans()),
         fused_elementwise=data.draw(st.booleans()),
     )
