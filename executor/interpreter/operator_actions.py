@@ -210,6 +210,7 @@ def _forgetting(instruction: Forward, kernel: Kernel) -> TapedKernel | None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = kernel(inputs, parameters)
+        dropped.clear()  # The graph keeps `pack` as long as what it packed.
         if any(output is each for each in parameters):
             output = output.view_as(output)  # What hands a weight on is not emptied with it.
         for slot in instruction.gathered:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples.models import MLP
+from examples.models import MLP, SmallGPT
 from stratagem.executor import lower, model_state
 from stratagem.executor.backends.threads import LocalCommunicator, run_local
-from stratagem.executor.communication.communicator import Group, Pending
+from stratagem.executor.communication.communicator import Communicator, Group, Pending
 from stratagem.executor.communication.endings import Ending
 from stratagem.executor.interpreter.held_bytes import held_bytes
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.live_bytes import peak_bytes
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.stage.tensor_lifetimes import Purpose
+from stratagem.simulator.torch_ops.kernels.loss import CHUNK_ELEMENTS
 from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import Case, make_case, make_plan, megatron, sharding, whole
+from tests.support.storages import Storages
 
 SGD = Training(optimizer="sgd")
 
@@ -113,6 +121,85 @@ def test_a_loss_keeps_its_logits(name: str, precision: str) -> None:
     for ours, theirs in zip(told, measured, strict=True):
         assert 0.97 * theirs < ours < 1.03 * theirs + gradient, (told, measured)
     assert max(told) > gradient + logits / (1 if name == "one device" else 2)
+
+
+class Peaks(NamedTuple):
+    """Bytes of one rank above its parameters and states: as said of the program, as simulated,
+    and as torch had them.
+
+    Gradients of parameters, which have so many bytes, are simulated as if they were there from
+    the first pass on.
+    """
+
+    told: int
+    simulated: int
+    allocated: int
+    gradients: int
+
+
+def peaks_above_state(plan: Plan, case: Case) -> list[Peaks]:
+    program = lower(plan, case.graph)
+
+    def rank(comm: Communicator) -> int:
+        interpreter = Interpreter(program, comm, model_state(case.model))
+        interpreter.step(case.batch)
+        state = [each for each in interpreter.held() if isinstance(each, Tensor)]
+        with torch.autograd.set_multithreading_enabled(False), Storages(*state) as storages:
+            interpreter.step(case.batch)
+        return storages.peak
+
+    [memory] = simulate_plan(plan, case.graph, RooflineCosts()).memory
+    gradients = sum(each.total for each in memory.alive if each.use is Purpose.GRADIENTS)
+    state = memory.state - gradients
+    allocated = run_local(plan.num_devices, rank)
+    return [
+        Peaks(told - state, memory.peak - state, measured, gradients)
+        for told, measured in zip(peak_bytes(program), allocated, strict=True)
+    ]
+
+
+def of_classes(operator: Operator, shape: tuple[int, ...]) -> Choice:
+    is_last = operator.name in ("head", "cross_entropy")
+    return sharding("vocabulary" if is_last else None)(operator, shape)
+
+
+def made_again(operator: Operator, shape: tuple[int, ...]) -> Choice:
+    again = role_of(operator) not in (OperatorRole.SOURCE, OperatorRole.LOSS)
+    return replace(whole(operator, shape), recompute=again)
+
+
+OF_LOGITS = {
+    "one device": (whole, 1, 1),
+    "recomputed": (made_again, 1, 1),
+    "microbatches": (whole, 1, 4),
+    "tokens": (sharding("sample"), 2, 1),
+    "classes": (of_classes, 2, 1),
+}
+"""How a GPT is sharded, over how many devices, and its microbatches."""
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_peaks_are_those_of_what_torch_allocates(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPT whose logits are most of what is held, with all that its kernels make inside.
+
+    Recomputed, products whose input is made again kept the one of the first pass as well: by the
+    hook that should have left it out, which torch keeps as long as what it packed.
+    """
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 2**12)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 2048, (8, 64))
+    gpt = SmallGPT(num_layers=4, hidden=32, num_heads=4, vocabulary=2048, sequence=64)
+    case = make_case(gpt, input_ids=ids, labels=ids)
+    choose, devices, parts = OF_LOGITS[name]
+    training = Training(precision)
+    plan = make_plan(case, choose, (devices,), training=training, num_microbatches=parts)
+    for peaks in peaks_above_state(plan, case):
+        assert peaks.told == pytest.approx(peaks.allocated, rel=0.03), peaks
+        least, most = 0.97 * peaks.allocated, 1.03 * peaks.allocated + peaks.gradients
+        assert least < peaks.simulated < most, peaks
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 2**14])
