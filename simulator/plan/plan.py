@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
+import msgspec
+
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.graph.image_splits import split_images
@@ -361,11 +363,17 @@ class Plan(SavedValue):
 
     @classmethod
     def from_json(cls, text: str, *, what: str | None = None) -> Plan:
-        """Read the text of a plan file."""
+        """Read the text of a plan file.
+
+        Where its training does not say which loss runs, that was priced as `Training.eager_loss`
+        has it, and its prediction and certificate hold of that.
+        """
         what = what or "plan"
         file = PLAN_FORM.read(text, _PlanFile, what)
         with reading(what):
             plan = _from_file(file)
+            if not plan.training.fused_loss and not _says_which_loss(text):
+                plan = replace(plan, training=replace(plan.training, eager_loss=True))
             plan.cluster.check_figures("its cluster")
         return plan
 
@@ -406,6 +414,16 @@ class _PlanFile:
     orders: tuple[str, ...] = ()
     inputs_first: bool = False
     substitutions: tuple[Substituted, ...] = ()
+
+
+@dataclass(frozen=True)
+class _TrainingGiven:
+    training: dict[str, object]
+
+
+def _says_which_loss(text: str) -> bool:
+    """Whether a plan file was written since trainings have `eager_loss`."""
+    return "eager_loss" in msgspec.json.decode(text, type=_TrainingGiven).training
 
 
 def _to_file(plan: Plan) -> _PlanFile:

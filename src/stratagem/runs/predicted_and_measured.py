@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.drawing.timeline_plot import plot_timelines
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, ranks_of
 from stratagem.simulator.simulation.simulation import Simulation
 from stratagem.simulator.timeline.chrome_trace import write_trace
@@ -295,14 +296,29 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
     if not isinstance(predicted, Simulation):
         return ()
     plan = predicted.plan
+    return (*_note_on_gradients(plan), *_note_on_the_loss(plan.training))
+
+
+def _note_on_gradients(plan: Plan) -> Iterator[str]:
     parts = plan.num_microbatches * plan.token_slices
-    if parts == 1 or not plan.training.fused_accumulation:
-        return ()
-    return (
-        f"Predicted as if products added up the gradients of {parts} passes; the executor adds "
-        "them in passes of their own: predict with Training(fused_accumulation=False) to count "
-        "them.",
-    )
+    if parts != 1 and plan.training.fused_accumulation:
+        yield (
+            f"Predicted as if products added up the gradients of {parts} passes; the executor "
+            "adds them in passes of their own: predict with Training(fused_accumulation=False) to "
+            "count them."
+        )
+
+
+def _note_on_the_loss(training: Training) -> Iterator[str]:
+    for name, said in (
+        ("eager_loss", "copied logits to float32"),
+        ("fused_loss", "wrote its gradient over the logits"),
+    ):
+        if getattr(training, name):
+            yield (
+                f"Predicted as if the loss {said}; the executor's keeps them and makes one "
+                f"gradient beside them: predict with Training({name}=False) for what it takes."
+            )
 
 
 def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:

@@ -229,3 +229,15 @@ def test_a_file_without_a_new_field_is_written_back_with_it(tmp_path: Path) -> N
     old = tmp_path / "old.json"
     old.write_text(json.dumps(columns))
     assert Plan.load(old).to_json() == Plan.load(path).to_json()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_file_that_does_not_say_which_loss_runs_was_priced_with_copies(fused: bool) -> None:
+    """Its prediction would no longer be that of its plan, nor a certificate one of its price."""
+    plan = replace(a_plan(), training=Training(fused_loss=fused))
+    columns = json.loads(plan.to_json())
+    del columns["training"]["eager_loss"]
+    old = Plan.from_json(json.dumps(columns))
+    assert old.training == Training(fused_loss=fused, eager_loss=not fused)
+    for each in (old, plan):
+        assert Plan.from_json(each.to_json()) == each

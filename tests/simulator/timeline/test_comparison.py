@@ -136,6 +136,19 @@ def test_a_comparison_tells_that_the_executor_adds_gradients_apart(
         assert again.step_time > simulation.step_time
 
 
+@pytest.mark.parametrize(("name", "said"), [("eager_loss", "copied"), ("fused_loss", "over")])
+def test_a_comparison_tells_of_a_loss_that_the_executor_does_not_run(name: str, said: str) -> None:
+    simulation, result = run([(0,)], "1f1b")
+    training = replace(simulation.plan.training, fused_accumulation=False)
+    simulation = replace(simulation, plan=replace(simulation.plan, training=training))
+    assert compare(simulation, result).notes == ()
+    training = replace(training, **{name: True})
+    again = replace(simulation, plan=replace(simulation.plan, training=training))
+    [note] = compare(again, result).notes
+    assert said in note
+    assert f"Training({name}=False)" in note
+
+
 def test_the_table_has_a_row_a_stage_and_kind() -> None:
     compared = compare(*run([(0,), (1,)], "1f1b"))
     table = compared.stage_table
