@@ -190,8 +190,7 @@ class _Player:
         inside += self._rounded(instruction, operator)
         if instruction.tape is None:
             return
-        # A cross entropy keeps its logits, whose size is what torch's, which plans are priced
-        # by, keeps of probabilities.
+        # A cross entropy keeps its logits, which the simulator counts as its own.
         own = {0} if role_of(operator) is OperatorRole.LOSS else set()
         kept = [
             instruction.inputs[slot].value
