@@ -202,6 +202,36 @@ def test_peaks_are_those_of_what_torch_allocates(
         assert least < peaks.simulated < most, peaks
 
 
+def test_frozen_weights_that_are_gathered_go_with_their_use() -> None:
+    """Graphs kept all of them: as inputs that are made again, by the hook that had left them out.
+
+    Ranks that are threads may have a few of them under way.
+    """
+    torch.manual_seed(0)
+    model = MLP([64, *(256,) * 17, 8])
+    frozen = [each for name, each in model.named_parameters() if name[:9] != "layers.0."][:-2]
+    for each in frozen:
+        each.requires_grad_(False)
+    whole_bytes = sum(4 * each.numel() for each in frozen)
+    case = make_case(model, x=torch.randn(4, 64), target=torch.randint(8, (4,)))
+    program = lower(make_plan(case, sharding("sample", zero=3), (2,), training=SGD), case.graph)
+
+    def rank(comm: Communicator) -> int:
+        interpreter, most = Interpreter(program, comm, model_state(case.model)), 0
+        interpreter.step(case.batch)
+        state = [each for each in interpreter.held() if isinstance(each, Tensor)]
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, storages.alive)
+
+        with torch.autograd.set_multithreading_enabled(False), Storages(*state) as storages:
+            interpreter.step(case.batch, between=look)
+        return most
+
+    assert max(run_local(2, rank)) < whole_bytes
+
+
 @pytest.mark.parametrize("bucket_bytes", [0, 2**14])
 def test_no_more_than_one_gradient_of_a_parameter_waits_for_links(bucket_bytes: int) -> None:
     """On links that are late for ever, gradients of all microbatches waited for the update."""
