@@ -357,7 +357,7 @@ def test_loaded_costs_price_as_the_first_to_the_last_bit(tmp_path: Path) -> None
                 cost = loaded.operator_cost(*ask)
                 assert cost == costs().operator_cost(*ask)
                 sources.add(cost.source)
-    assert len(sources) == 2
+    assert len(sources) == 3
     for count in (1000, 12_345):
         assert loaded.update_cost(count, training, device) == costs().update_cost(
             count, training, device

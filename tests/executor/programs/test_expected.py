@@ -40,7 +40,10 @@ def test_every_instruction_has_an_expectation(model: str, precision: str) -> Non
 
 
 def test_expectations_are_near_the_simulation() -> None:
-    """Within the patience of the watch, each way; on a CPU nothing is expected sooner."""
+    """Within the patience of the watch, each way; on a CPU nothing is expected sooner.
+
+    What the collectives inside a pass take is left to that patience.
+    """
     graph = gpt(num_layers=2, hidden=512, num_heads=8, vocabulary=4000, sequence=256, batch=16)
     cluster = Cluster.preset("dgx-a100", num_nodes=1)
     setup = TrainingSetup(tensor=2, microbatch=2, training=Training(precision="bfloat16"))
@@ -53,7 +56,9 @@ def test_expectations_are_near_the_simulation() -> None:
     for instruction in program.ranks[0].instructions:
         seconds = there.seconds(instruction)
         assert here.seconds(instruction) >= seconds
-        if isinstance(instruction, Forward | Backward) and instruction.task in spans:
+        if not isinstance(instruction, Forward | Backward) or instruction.meetings:
+            continue
+        if instruction.task in spans:
             compared += 1
             assert 0.1 < seconds / (spans[instruction.task] * 1e-9) < 10, instruction.task
     assert compared > 20

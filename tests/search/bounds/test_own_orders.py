@@ -86,7 +86,8 @@ def situation() -> Situation:
     graph = mlp([96, 256, 64, 128, 32], batch=12)
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
     slow = replace(cluster.intra_node, bandwidth_gb_s=2.0, by_group_size=())
-    return Situation(graph, replace(cluster, intra_node=slow), Training(), COSTS)
+    training = Training(eager_loss=True)
+    return Situation(graph, replace(cluster, intra_node=slow), training, COSTS)
 
 
 def skeleton(s: Situation, schedule: Schedule, ways: int) -> Skeleton:

@@ -239,7 +239,7 @@ def test_one_stage_is_found_where_a_pipeline_must_send_its_tied_table() -> None:
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_stages_that_share_a_parameter_are_priced_as_they_are_simulated(nodes: int) -> None:
     cluster = cluster_of(nodes, 1, 3.125)
-    here = Situation(tied(), cluster, Training("bfloat16"), default_costs())
+    here = Situation(tied(), cluster, Training("bfloat16", eager_loss=True), default_costs())
     limits = PipelineLimits(num_stages=(nodes,), microbatches=(3, 4), equal_meshes=True)
     found = candidates(here, limits=limits, limit=2).plans
     assert found

@@ -279,7 +279,7 @@ def test_estimates_agree_with_the_simulator(name):
         simulation = where.simulate(candidate.plan(where))
         assert simulation.fits
         assert candidate.seconds == pytest.approx(simulation.step_time, rel=0.15)
-        assert candidate.peak_bytes == pytest.approx(simulation.peak_memory, rel=0.11)
+        assert candidate.peak_bytes == pytest.approx(simulation.peak_memory, rel=0.12)
 
 
 def test_the_best_candidate_is_no_slower_than_known_setups():
