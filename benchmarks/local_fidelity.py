@@ -37,11 +37,10 @@ from torch import Tensor
 
 from stratagem.calibration.executor_measurements import (
     LOOPBACK,
-    executor_dispatch,
-    executor_launches,
     executor_update,
 )
 from stratagem.calibration.measured_links import measured_host
+from stratagem.calibration.profile_space import profile_host
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
@@ -61,8 +60,6 @@ from stratagem.profiler import (
     describe_environment,
     fit_link,
     plan_operators,
-    profile_dispatch,
-    profile_launches,
     profile_operators,
     profile_updates,
     time_collectives,
@@ -440,10 +437,8 @@ def profile(
         profile_updates(
             training, timings, executor_update, device=device, load=load, effort=EFFORT
         )
-        if device == "cpu":
-            profile_dispatch(timings, executor_dispatch, load=load)
-        elif first:
-            profile_launches(timings, executor_launches, device=device)
+        if device == "cpu" or first:
+            profile_host(timings, device, load=load)
 
 
 def keep_typical(sources: Sequence[Path], target: Path) -> None:

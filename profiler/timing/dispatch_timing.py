@@ -7,7 +7,8 @@ with its queue meanwhile, and waits only where launches take longer than kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -15,11 +16,14 @@ from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import (
     Launched,
     Measurement,
+    TimingKey,
     dispatch_key,
     launched_key,
 )
 from stratagem.profiler.machine.device_clocks import describe_environment, num_threads
 from stratagem.simulator.kernel_times.cost_model import Direction
+
+Part = TypeVar("Part")
 
 MeasureDispatch = Callable[[], dict[Direction, Measurement]]
 """Seconds that a pass of an operator takes beyond its kernel on a CPU, by direction."""
@@ -48,14 +52,8 @@ def profile_dispatch(
     """
     environment = describe_environment(threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}
-    found = {direction: cache.own(key) for direction, key in keys.items()}
-    if any(measurement is None for measurement in found.values()):
-        with num_threads(threads):
-            measured = measure()
-        for direction, key in keys.items():
-            cache.put(key, measured[direction])
-        return measured
-    return {direction: m for direction, m in found.items() if m is not None}
+    with num_threads(threads):
+        return _once(cache, keys, measure)
 
 
 MeasureLaunches = Callable[[], dict[Launched, Measurement]]
@@ -83,12 +81,20 @@ def profile_launches(
         device: the CUDA device.
     """
     environment = describe_environment(device)
-    keys = {how: launched_key(environment, how) for how in Launched}
-    found = {how: cache.own(key) for how, key in keys.items()}
-    known = {how: each for how, each in found.items() if each is not None}
+    return _once(cache, {how: launched_key(environment, how) for how in Launched}, measure)
+
+
+def _once(
+    cache: TimingCache,
+    keys: Mapping[Part, TimingKey],
+    measure: Callable[[], dict[Part, Measurement]],
+) -> dict[Part, Measurement]:
+    """What the cache has under all keys, else what is measured now and kept there."""
+    found = {part: cache.own(key) for part, key in keys.items()}
+    known = {part: each for part, each in found.items() if each is not None}
     if len(known) == len(keys):
         return known
     measured = measure()
-    for how, key in keys.items():
-        cache.put(key, measured[how])
+    for part, key in keys.items():
+        cache.put(key, measured[part])
     return measured

@@ -144,13 +144,24 @@ def profile_wanted(
                 load=load,
                 effort=effort,
             )
-        if device == "cpu":
-            profile_dispatch(timings, executor_dispatch, load=load)
-        else:
-            profile_launches(timings, executor_launches, device=device)
+        profile_host(timings, device, load=load)
         costs = MeasuredCosts(timings, {kind.name: environment}, default_costs())
         beyond = len(operators) - len(operators[:limit])
         return Profiled(costs, report, beyond, kind, timings.path)
+
+
+def profile_host(timings: TimingCache, device: str, *, load: int = 0) -> None:
+    """Measure once what the executor's host does beside kernels: around them, or launching them.
+
+    Args:
+        timings: where it is kept; what is there is not measured again.
+        device: ``cpu``, or ``cuda``, whose host launches ahead of it.
+        load: as of the operators on CPUs.
+    """
+    if device == "cpu":
+        profile_dispatch(timings, executor_dispatch, load=load)
+    else:
+        profile_launches(timings, executor_launches, device=device)
 
 
 @dataclass(frozen=True, eq=False)
