@@ -456,17 +456,17 @@ class Interpreter:
 
         def run() -> None:
             length = None if norm is None else self._memory.values[norm]
-            scale, is_seen = self._scale_inside(length), self.gradients is not None
-            changes = self._changes(named)
-            for handful in handfuls(changes) if is_seen or scale is None else [changes]:
-                scaled = self._scaled(handful, length) if is_seen or scale is None else handful
-                if is_seen:
-                    for change in scaled:
-                        self._keep_gradient(change.name, change.gradient, shares[change.name])
-                if scale is not None:
-                    self.optimizer.all_of(handful, scale)
-                elif not self._overflowed:
-                    self.optimizer.all_of(scaled)
+            inside, changes = self._scale_inside(length), self._changes(named)
+            if inside is None or self.gradients is not None:
+                for handful in handfuls(changes):
+                    scaled = self._scaled(handful, length)
+                    if self.gradients is not None:
+                        for change in scaled:
+                            self._keep_gradient(change.name, change.gradient, shares[change.name])
+                    if inside is None and not self._overflowed:
+                        self.optimizer.all_of(scaled)
+            if inside is not None:
+                self.optimizer.all_of(changes, inside)
             if moves and not self._overflowed:
                 self.optimizer.all_of([move() for move in moves])
 
