@@ -7,17 +7,13 @@ barrier, that what they share is read before it is written again, and who works 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from functools import lru_cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
-from tests.support.cuda.host_kernels import passed
+from tests.support.cuda.host_kernels import compiled, passed
 
 OPTIONS = ("-O1", "-std=c++20", "-Wall", "-Werror", "-fPIC", "-shared", "-pthread")
 NO_WARNINGS = ("-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable")
@@ -100,26 +96,13 @@ extern "C" void on_threads_loss_gradient(int blocks, const void *rows, int type,
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    folder = Path(mkdtemp(prefix="stratagem-threads-"))
+    options = *OPTIONS, *NO_WARNINGS
     try:
-        source, library = folder / "threads.cpp", folder / "threads.so"
-        source.write_text(BEFORE + SOURCE + AFTER)
-        options = *OPTIONS, *NO_WARNINGS
-        made = subprocess.run(
-            [compiler, *options, str(source), "-o", str(library)],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        if "barrier: No such file" in made.stderr:
+        return compiled(BEFORE + SOURCE + AFTER, "threads.cpp", ("g++",), options)
+    except RuntimeError as error:
+        if "barrier: No such file" in str(error):
             pytest.skip("the C++ compiler has no barriers")
-        assert made.returncode == 0, made.stderr
-        return ctypes.CDLL(str(library))
-    finally:
-        shutil.rmtree(folder)
+        raise
 
 
 def start_on_threads(name: str, num_threads: int, *arguments: Any) -> None:

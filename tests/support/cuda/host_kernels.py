@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -38,14 +38,28 @@ KINDS: dict[type, Any] = {
 @lru_cache(maxsize=1)
 def host_kernels() -> ctypes.CDLL:
     """The kernels as functions of the host, where a loop stands for the threads."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
+    return compiled(SOURCE, "kernels.c", ("cc", "gcc"), OPTIONS)
+
+
+def compiled(
+    text: str, name: str, compilers: Sequence[str], options: Sequence[str]
+) -> ctypes.CDLL:
+    """A source as a library of the host, by the first of some compilers that is there.
+
+    Raises:
+        RuntimeError: what the compiler says where it fails.
+    """
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
-        pytest.skip("no C compiler")
+        pytest.skip(f"no {' or '.join(compilers)}")
     folder = Path(mkdtemp(prefix="stratagem-kernels-"))
     try:
-        source, library = folder / "kernels.c", folder / "kernels.so"
-        source.write_text(SOURCE)
-        subprocess.run([compiler, *OPTIONS, str(source), "-o", str(library), "-lm"], check=True)
+        source, library = folder / name, folder / "library.so"
+        source.write_text(text)
+        command = [compiler, *options, str(source), "-o", str(library), "-lm"]
+        made = subprocess.run(command, check=False, capture_output=True, text=True)
+        if made.returncode:
+            raise RuntimeError(made.stderr)
         return ctypes.CDLL(str(library))
     finally:
         shutil.rmtree(folder)
