@@ -17,9 +17,10 @@ from stratagem.simulator.sharding.choice import Choice
 Distinct = TypeVar("Distinct")
 
 MANY = 1000
+"""Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
+
 NO_COST = "none"
 """The source of the cost of an operator that costs nothing."""
-"""Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
 
 
 @dataclass(frozen=True, eq=False)
