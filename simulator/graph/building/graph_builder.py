@@ -14,7 +14,9 @@ from stratagem.simulator.graph.building.operator_drafts import (
     DraftTensor,
     Loop,
     OperatorDraft,
+    reshape,
 )
+from stratagem.simulator.operators.kinds.norms import INSTANCE
 from stratagem.simulator.operators.operator import DimKind
 from stratagem.simulator.operators.step_programs import Steps
 
@@ -110,6 +112,50 @@ class GraphBuilder(GenericBuilder):
             draft.weights.append(self._bind(draft, stored, [channel]))
         draft.attributes.update(eps=eps, momentum=momentum, training=training)
         return self._made(draft, loops, x.dtype)
+
+    def group_norm(
+        self,
+        x: DraftTensor,
+        weight: DraftTensor | None,
+        bias: DraftTensor | None = None,
+        *,
+        groups: int,
+        eps: float = 1e-5,
+        instance: bool = False,
+        name: str = "",
+    ) -> DraftTensor:
+        """Normalise each group of channels (dim 1) of a sample to mean 0 and variance 1.
+
+        Wu and He 2018, Group Normalization. Of as many groups as channels it is an instance norm;
+        an `instance` one runs torch's function of that name, which rounds in another way.
+
+        Raises:
+            ValueError: the channels cannot be cut into so many equal groups.
+        """
+        x = self._written(x)
+        draft = self._draft("group_norm", name)
+        samples, channels, *image = x.shape
+        if groups < 1 or channels % groups:
+            raise ValueError(
+                f"{draft.where}: {channels} channels are no {groups} equal groups; give a number "
+                "of groups that divides them"
+            )
+        shape = (groups, channels // groups)
+        whole = "the norm is taken over it"
+        loops = [
+            self._loop(draft, "sample", ATTRIBUTE, samples),
+            self._loop(draft, "group", PARAMETER, groups),
+            self._loop(draft, "channel", PARAMETER, shape[1], whole=whole),
+            *(self._loop(draft, "dim", ATTRIBUTE, n, whole=whole) for n in image),
+        ]
+        draft.reads.append(self._bind(draft, reshape(x, (samples, *shape, *image)), loops))
+        for stored in (weight, bias):
+            if stored is not None:
+                draft.weights.append(self._bind(draft, reshape(stored, shape), loops[1:3]))
+        draft.attributes["eps"] = eps
+        if instance:
+            draft.attributes[INSTANCE] = True
+        return reshape(self._made(draft, loops, x.dtype), (samples, channels, *image))
 
     def rotary(
         self,

@@ -35,6 +35,7 @@ class OperatorRole(enum.Enum):
     LAYER_NORM = "each position less its mean, over its deviation"
     RMS_NORM = "each position over its root mean square"
     BATCH_NORM = "each channel less its mean over the batch, over its deviation"
+    GROUP_NORM = "channels of a sample less the mean of their group, over its deviation"
     SOFTMAX = "weights that add up to one"
     ATTENTION = "values by how well their keys fit a query"
     ROTATION = "positions as rotations"

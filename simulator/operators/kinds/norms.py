@@ -21,6 +21,9 @@ from stratagem.simulator.operators.saved_tensors import SavedTensors
 LOCAL = "local"
 """Attribute of a batch norm that does not share its statistics between devices."""
 
+INSTANCE = "instance"
+"""Attribute of a group norm that torch computes as an instance norm."""
+
 
 def statistics_dims(operator: Operator) -> tuple[str, ...]:
     """The dims of a batch norm over which devices share mean and variance.
@@ -90,6 +93,19 @@ BATCH_NORM = OperatorKind(
     inner=_batch_statistics,
     like_input=True,
     buffers=(2, 3),
+)
+
+# Statistics first, as of a batch norm. Groups do not see each other's channels, nor samples.
+GROUP_NORM = OperatorKind(
+    name="group_norm",
+    role=OperatorRole.GROUP_NORM,
+    flops=per_input(8.0),
+    backward_flops=2.0,
+    product=None,
+    traffic=LikeInput("batch_norm", reads=3, back=5, kernels=2, back_kernels=3),
+    saved=SavedTensors(inputs=(0,)),
+    weight_share=0.0,
+    like_input=True,
 )
 
 SOFTMAX = OperatorKind(

@@ -122,6 +122,7 @@ KINDS: dict[str, OperatorKind] = {
         norms.LAYER_NORM,
         norms.RMS_NORM,
         norms.BATCH_NORM,
+        norms.GROUP_NORM,
         attentions.ATTENTION,
         experts.MOE_WEIGHTS,
         experts.MOE_DISPATCH,

@@ -215,6 +215,35 @@ def _batch_norm(call: AtenCall) -> DraftTensor:
     )
 
 
+def _group_norm(call: AtenCall) -> DraftTensor:
+    return call.builder.group_norm(
+        call.tensor("input"),
+        call.stored_or_none("weight"),
+        call.stored_or_none("bias"),
+        groups=call.given("num_groups"),
+        eps=call.given("eps"),
+        name=call.label("group_norm"),
+    )
+
+
+def _instance_norm(call: AtenCall) -> DraftTensor:
+    """A group norm of as many groups as channels; running statistics are another thing."""
+    x = call.tensor("input")
+    for name in ("running_mean", "running_var"):
+        call.refuse_unless(call.given(name) is None, f"{name} in an instance norm")
+    call.refuse_unless(call.given("use_input_stats"), "statistics of other inputs")
+    call.given("momentum")  # Of running statistics.
+    return call.builder.group_norm(
+        x,
+        call.stored_or_none("weight"),
+        call.stored_or_none("bias"),
+        groups=x.shape[1],
+        eps=call.given("eps"),
+        instance=True,
+        name=call.label("instance_norm"),
+    )
+
+
 def _attention(call: AtenCall) -> DraftTensor:
     query, key, value = (call.tensor(name, broadcast=True) for name in ("query", "key", "value"))
     mask, causal = call.given("attn_mask"), call.given("is_causal")
@@ -357,6 +386,10 @@ OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "layer_norm": reads("input", "normalized_shape", "weight", "bias", "eps")(_layer_norm),
     "rms_norm": reads("input", "normalized_shape", "weight", "eps")(_rms_norm),
     "batch_norm": reads("input", *_STORED_OF_NORMS, "training", "momentum", "eps")(_batch_norm),
+    "group_norm": reads("input", "num_groups", "weight", "bias", "eps")(_group_norm),
+    "instance_norm": reads("input", *_STORED_OF_NORMS, "use_input_stats", "momentum", "eps")(
+        _instance_norm
+    ),
     "scaled_dot_product_attention": reads(
         "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"
     )(_attention),

@@ -107,6 +107,9 @@ def operator_of(
         shown: has the shape and dtype of its result.
         what: torch calls it.
         name: of it.
+
+    Raises:
+        ValueError: the program writes to an operand.
     """
     seen = [builder.operand(each) for each in operands]
     order = sorted(range(len(seen)), key=lambda i: is_stored(seen[i]))
@@ -125,6 +128,12 @@ def operator_of(
     shape, dtype = tuple(shown.shape), dtype_name(shown.dtype)
     shapes, ties = _tied(flat, shapes, shape)
     counts = count_work(flat, shapes, shape)
+    for k in counts.written:
+        raise ValueError(
+            f"it writes to {tensors[k].node.name!r}, which no operator of a plan hands on to the "
+            "next step; leave that out, or keep it outside of the model (running statistics: "
+            "track_running_stats=False)"
+        )
     loops = {tie: _loop(tie) for tie in ties}
     dims = tuple(
         tuple((size, loops[tie] if tie is not None else None) for size, tie in leaves)

@@ -25,10 +25,14 @@ _MATRICES = ("mm", "bmm", "addmm", "baddbmm")
 
 @dataclass(frozen=True)
 class Counts:
-    """The work of whole operands, and whether the result has a gradient."""
+    """The work of whole operands, whether the result has a gradient, and operands written to.
+
+    Schemas do not say all of these: ``aten::instance_norm`` is said to write to nothing.
+    """
 
     work: Work
     differentiable: bool
+    written: tuple[int, ...] = ()
 
 
 def count_work(
@@ -57,10 +61,12 @@ def _counted(written: str, operands: tuple[OperandShape, ...], shape: tuple[int,
         for each in operands
     ]
     forward, backward, saved = _Counter(), _Counter(), _Saved()
+    versions = [each._version for each in given]
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unchanged)
         with torch.enable_grad(), hooks, forward:
             made = run_calls(calls, given, (), shape, torch.device("meta"))
+        changed = tuple(k for k, each in enumerate(given) if each._version != versions[k])
         leaves = [each for each in given if each.requires_grad]
         if made.requires_grad:
             with backward:
@@ -81,6 +87,7 @@ def _counted(written: str, operands: tuple[OperandShape, ...], shape: tuple[int,
             inside=saved.inside([*given, made]),
         ),
         bool(made.requires_grad),
+        changed,
     )
 
 

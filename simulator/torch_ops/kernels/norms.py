@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stratagem.simulator.operators.kinds.norms import statistics_dims
+from stratagem.simulator.operators.kinds.norms import INSTANCE, statistics_dims
 from stratagem.simulator.operators.operator import DimKind, Operator, shape_of
 from stratagem.simulator.torch_ops.kernels.shards import Run, Shards, Tensors, positions
 
@@ -46,6 +46,23 @@ def _normalised_shape(operator: Operator, shards: Shards) -> tuple[int, ...]:
         if any(operator.dim(name).kind is DimKind.PARAMETER for name in group)
     )
     return shape_of(layout[first:], shards.sizes)
+
+
+def group_norm(operator: Operator, shards: Shards) -> Run:
+    """Group norm of whole groups; which ones these are does not matter."""
+    eps, instance = operator.attributes["eps"], INSTANCE in operator.attributes
+
+    def run(inputs: Tensors, weights: Tensors) -> Tensor:
+        x = inputs[0]
+        channels = x.flatten(1, 2)
+        weight, bias = (*(each.reshape(-1) for each in weights), None, None)[:2]
+        if instance:
+            made = functional.instance_norm(channels, None, None, weight, bias, eps=eps)
+        else:
+            made = torch.group_norm(channels, x.shape[1], weight, bias, eps)
+        return made.reshape(x.shape)
+
+    return run
 
 
 def softmax(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

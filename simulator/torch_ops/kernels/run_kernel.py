@@ -32,7 +32,13 @@ from stratagem.simulator.torch_ops.kernels.experts import (
     moe_weights,
 )
 from stratagem.simulator.torch_ops.kernels.loss import cross_entropy
-from stratagem.simulator.torch_ops.kernels.norms import batch_norm, layer_norm, rms_norm, softmax
+from stratagem.simulator.torch_ops.kernels.norms import (
+    batch_norm,
+    group_norm,
+    layer_norm,
+    rms_norm,
+    softmax,
+)
 from stratagem.simulator.torch_ops.kernels.shards import (
     Kernel,
     PreparedKernel,
@@ -263,6 +269,7 @@ KERNELS: dict[str, Kernel] = {
     "layer_norm": PreparedKernel(layer_norm),
     "rms_norm": PreparedKernel(rms_norm),
     "batch_norm": PreparedKernel(batch_norm),
+    "group_norm": PreparedKernel(group_norm),
     "attention": PreparedKernel(attention),
     "prefix": prefix,
     "rotary": rotary,

@@ -96,6 +96,7 @@ def convolutional() -> OperatorGraph:
     x = build.conv2d(image, build.parameter("conv.w", (8, 4, 3, 3)), padding=(1, 1))
     statistics = [build.parameter(f"bn.{n}", (8,), trainable=n in "wb") for n in "wbmv"]
     x = build.batch_norm(x, *statistics)
+    x = build.group_norm(x, build.parameter("gn.w", (8,)), None, groups=2)
     halves = [build.narrow(x, dim=1, start=start, length=4) for start in (0, 4)]
     x = build.cat(halves[::-1], dim=1)
     x = build.pool2d(x, mode="max", kernel=(2, 2), stride=(2, 2))

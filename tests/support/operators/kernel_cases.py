@@ -165,6 +165,32 @@ def batch_norm_fixed() -> Case:
     )
 
 
+def grouped(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of images, of channels that lie in groups, and parameters as well."""
+
+    def run(x: Tensor, *weights: Tensor) -> Tensor:
+        return norm(x.flatten(1, 2), *(each.flatten() for each in weights)).reshape(x.shape)
+
+    return run
+
+
+@case
+def group_norm() -> Case:
+    b, x, w = builder()
+    made = b.group_norm(x(3, 12, 4, 5), w(12), w(12), groups=4, eps=1e-3)
+    return Case(
+        operator_of(b, made),
+        grouped(lambda x, w, bias: functional.group_norm(x, 4, w, bias, 1e-3)),
+    )
+
+
+@case
+def group_norm_of_sequences() -> Case:
+    b, x, _ = builder()
+    made = b.group_norm(x(4, 6, 5), None, groups=3)
+    return Case(operator_of(b, made), grouped(lambda x: functional.group_norm(x, 3)))
+
+
 @case
 def attention() -> Case:
     b, x, _ = builder()
