@@ -39,7 +39,8 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pipeline import priced_pipeline
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.pricing import repeated_layers
-from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules import macro_graph
 from stratagem.simulator.simulation import priced_plan, simulation
 from stratagem.simulator.simulation.simulated_step import PlayedStep

@@ -12,7 +12,7 @@ from stratagem.simulator.graph.checkpoint_segments import run_again
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
-from stratagem.simulator.pricing.cost_table import TableBuilder, price_key
+from stratagem.simulator.pricing.cost_table import TableBuilder
 
 
 class ComputingBounds:
@@ -53,7 +53,6 @@ class ComputingBounds:
         self.models = MicrobatchModels(situation)
         self._stages: dict[Any, float] = {}
         self._sources: dict[tuple[int, ...], list[frozenset[int]]] = {}
-        self._alike: dict[int, tuple[DeviceMesh, int]] = {}
 
     def seconds(self, skeleton: Skeleton) -> float:
         """No plan of the skeleton takes less than so many seconds a step."""
@@ -121,10 +120,7 @@ class ComputingBounds:
 
     def _price_number(self, mesh: DeviceMesh) -> int:
         """Equal for meshes on which everything costs the same."""
-        if id(mesh) not in self._alike:
-            key = price_key(mesh, self._situation.cluster)
-            self._alike[id(mesh)] = mesh, self._situation.memory.number(key)
-        return self._alike[id(mesh)][1]
+        return self._situation.memory.figures(mesh, self._situation.cluster).alike
 
     def _fastest(
         self, builder: TableBuilder, model: MicrobatchModel, i: int, recompute: bool

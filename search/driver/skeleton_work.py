@@ -39,7 +39,7 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.operators.kinds.kind_record import OperatorKind
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind, registered_kinds
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.named_schedules import (
     register_schedule,
     registered_schedules,

@@ -23,7 +23,7 @@ from stratagem.simulator.graph.token_slices import num_positions, token_dims
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.work_kinds import BACKWARD, FORWARD, SEND, SEND_BACK
 from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan

@@ -35,7 +35,8 @@ from stratagem.simulator.pipeline.priced_pipeline import (
     price_pipeline,
 )
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import CostTable, RowMemory
+from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.macro_graph import (
     MacroGraph,
     check_priced,

@@ -16,7 +16,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model
 from stratagem.simulator.simulation.simulation import simulate_model

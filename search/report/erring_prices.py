@@ -22,7 +22,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_seconds
 
 STEP = 0.1

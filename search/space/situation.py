@@ -19,7 +19,8 @@ from stratagem.simulator.pipeline.priced_pipeline import (
     price_pipeline,
 )
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 

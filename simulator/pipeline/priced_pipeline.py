@@ -34,7 +34,8 @@ from stratagem.simulator.pipeline.crossings import (
 )
 from stratagem.simulator.pipeline.pipeline import Pipeline
 from stratagem.simulator.pricing.cost_rows import PricedTime
-from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
+from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.pricing.stage_boundaries import (
     BoundaryRow,
     blocks_compute,
@@ -255,7 +256,7 @@ def price_pipeline(
         pairs,
         tuple((edge, boundary(edge)) for edge in crossed),
         tuple((i, j, price_tie(end(i), end(j), p, pipeline.cluster)) for i, j, p in tied),
-        shapes or shapes_of(pipeline),
+        shapes or shapes_of(pipeline, prices),
         tuple(parameter for *_, parameter in tied),
     )
 
@@ -280,7 +281,7 @@ def _builders(
     )
 
 
-def shapes_of(pipeline: Pipeline) -> StageShapes:
+def shapes_of(pipeline: Pipeline, prices: Prices) -> StageShapes:
     """What builds the blocks and lifetimes of a pipeline's stages, each shape once."""
     schedule = pipeline.schedule
     return StageShapes(
@@ -291,6 +292,7 @@ def shapes_of(pipeline: Pipeline) -> StageShapes:
         stashes=schedule.stashes_weights,
         apart=schedule.parts_updates,
         accumulates=schedule.accumulates,
+        plans=prices.memory.stages,
     )
 
 

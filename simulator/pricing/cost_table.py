@@ -10,10 +10,10 @@ baselines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from stratagem.simulator.graph.placement import (
     output_placements,
 )
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
-from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.hardware.resources import COMPUTE, HOST
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
@@ -60,6 +59,7 @@ from stratagem.simulator.pricing.cost_rows import (
 )
 from stratagem.simulator.pricing.operator_prices import OperatorPricer
 from stratagem.simulator.pricing.repeated_layers import sparing_repeat
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.pricing.tied_rows import tie_row
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
@@ -72,7 +72,9 @@ from stratagem.simulator.sharding.pieces_and_fusion import (
     piece_dim,
     shares_conversion,
 )
-from stratagem.simulator.sharding.resharding_paths import ReshardingStep, shared_resharder
+from stratagem.simulator.sharding.resharding_paths import ReshardingStep
+
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,22 @@ class CostTable:
     def row(self, operator: int) -> OperatorRow:
         """The row of an operator, by its index in the graph."""
         return self.rows[self.row_of[operator]]
+
+    @cached_property
+    def is_of_plan(self) -> bool:
+        """Whether each operator has one choice."""
+        return all(len(row.choices) == 1 for row in self.rows)
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[CostTable], Any], Any]:
+        return {}
+
+    def derive(self, make: Callable[[CostTable], Derived]) -> Derived:
+        """What `make` works out of this table: once, and kept as long as the table."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: Derived = self._derived[make]
+        return found
 
     @cached_property
     def num_choices(self) -> int:
@@ -163,35 +181,6 @@ class CostTable:
         return max((edge.consumer - edge.producer for edge in edges), default=0)
 
 
-def _nobody() -> None:
-    """Watches nothing."""
-
-
-@dataclass(eq=False)
-class RowMemory:
-    """Rows already priced, by what a mesh looks like: stages and strategies share them.
-
-    `passes` are costs of single passes by local sizes, which meshes of several shapes share.
-
-    Use one for one cost model, cluster and training; others would be given the wrong prices.
-    Before a row is priced `watch` is called: what it raises ends a table that takes too long.
-    """
-
-    operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
-    edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
-    passes: dict[Any, tuple[float, float, str]] = field(default_factory=dict)
-    watch: Callable[[], None] = field(default=_nobody)
-    _numbers: dict[Any, int] = field(default_factory=dict)
-    _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
-
-    def number(self, value: Any) -> int:
-        """A small number for a large immutable value: hashing it once is slow enough."""
-        if id(value) not in self._seen:
-            number = self._numbers.setdefault(value, len(self._numbers))
-            self._seen[id(value)] = (value, number)
-        return self._seen[id(value)][1]
-
-
 class TableBuilder:
     """Prices the operators of a graph on one mesh; rows are remembered between tables.
 
@@ -220,13 +209,11 @@ class TableBuilder:
         *,
         stalls: bool = False,
     ) -> None:
-        mesh.check(cluster)
+        self.memory = rows = memory or RowMemory()
         self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
-        self.links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
-        self.resharder = shared_resharder(mesh.shape, self.links)
-        self.devices = mesh.device_types(cluster)
+        figures = rows.figures(mesh, cluster)
+        self.links, self.devices, self.resharder, alike = figures
         self.owner = graph.owners
-        self._memory = rows = memory or RowMemory()
         self._pricer = OperatorPricer(
             graph,
             mesh,
@@ -240,14 +227,26 @@ class TableBuilder:
             rows.passes,
         )
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
-        alike = *_price_key(mesh, self.links, self.devices), self._stall
-        self._rows = rows.operators.setdefault(alike, {})
-        self._edge_rows = rows.edges.setdefault(alike, {})
+        self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall
+        self._rows = rows.operators.setdefault((alike, self._stall), {})
+        self._edge_rows = rows.edges.setdefault((alike, self._stall), {})
 
     def build(
         self, operators: Sequence[int], choices: Mapping[int, Sequence[Choice]]
     ) -> CostTable:
         """The table of a stage that runs `operators`, each with its list of `choices`."""
+        if any(len(choices[i]) > 1 for i in operators):
+            return self._built(operators, choices)
+        # The same stage of another plan is the same table.
+        chosen = tuple(self.memory.choices(choices[i]) for i in operators)
+        key = *self._where, tuple(operators), chosen
+        made = partial(self._built, operators, choices)
+        table: CostTable = self.memory.stages.get(key, made, len(operators))
+        return table
+
+    def _built(
+        self, operators: Sequence[int], choices: Mapping[int, Sequence[Choice]]
+    ) -> CostTable:
         inside = set(operators)
         may = [i for i in operators if any(choice.recompute for choice in choices[i])]
         again = run_again(self.graph, inside, may)
@@ -311,7 +310,7 @@ class TableBuilder:
         uses = tuple(
             use_of(self.graph, self.owner, operator, weight, inside) for weight in operator.weights
         )
-        number = self._memory.number
+        number = self.memory.number
         needed = self.graph.needs_gradient[i]
         flows = makes_input_gradients(self.graph, i)
         # Layers that are alike may be trained by several optimizers.
@@ -319,10 +318,10 @@ class TableBuilder:
         if len(self.training.optimizers) > 1:
             names = (weight.parameter for weight in operator.weights)
             trained = tuple(self.training.for_parameter(name).optimizer for name in names)
-        kind = (number(operator.signature), number(choices))
+        kind = (number(operator.signature), self.memory.choices(choices))
         key = (*kind, uses, needed, flows, runs_again, trained)
         if key not in self._rows:
-            self._memory.watch()
+            self.memory.watch()
             self._rows[key] = self._pricer.row(i, choices, uses, runs_again=runs_again)
         return key, self._rows[key]
 
@@ -350,7 +349,7 @@ class TableBuilder:
         weight: Weight,
         choices: Mapping[int, Sequence[Choice]],
     ) -> TieRow:
-        self._memory.watch()
+        self.memory.watch()
         sizes = factor_sizes(weight.layout, self.graph.operators[user].sizes)
         ends = (own, choices[owner]), (weight, choices[user])
         convert = partial(self._conversions, sizes)
@@ -365,13 +364,13 @@ class TableBuilder:
         consumer = self.graph.operators[edge.consumer]
         flows = self.graph.edge_needs_gradient(edge)
         ours, theirs = tuple(choices[edge.producer]), tuple(choices[edge.consumer])
-        number = self._memory.number
-        ends = (number(producer.signature), edge.output, number(ours))
+        number, chosen = self.memory.number, self.memory.choices
+        ends = (number(producer.signature), edge.output, chosen(ours))
         runs_back = self.graph.needs_gradient[edge.consumer]
-        there = (number(consumer.signature), edge.slot, number(theirs))
+        there = (number(consumer.signature), edge.slot, chosen(theirs))
         key = (*ends, *there, flows, runs_back, runs_again)
         if key not in self._edge_rows:
-            self._memory.watch()
+            self.memory.watch()
             self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows, runs_again)
         return key, self._edge_rows[key]
 
@@ -457,7 +456,7 @@ class TableBuilder:
         runs_again: bool,
     ) -> tuple[Ints, ...]:
         """Numbers of what each choice of a reader needs, by `SharedBy`."""
-        consumer, number = self.graph.operators[edge.consumer], self._memory.number
+        consumer, number = self.graph.operators[edge.consumer], self.memory.number
         alone = np.array([not shares_conversion(consumer, c, edge.slot) for c in theirs])
         again = np.array([choice.recompute for choice in theirs])
         gathers = np.array([choice.regather for choice in theirs]) & ~again & kept
@@ -574,15 +573,3 @@ def _unconverted() -> EdgeRow:
 
 UNCONVERTED = _unconverted()
 """Most edges of a plan are of this kind, so it is made once."""
-
-
-def price_key(mesh: DeviceMesh, cluster: Cluster) -> tuple[object, ...]:
-    """What prices depend on of a mesh: its shape, its links and the types of its devices."""
-    links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
-    return _price_key(mesh, links, mesh.device_types(cluster))
-
-
-def _price_key(
-    mesh: DeviceMesh, links: tuple[AxisLink, ...], devices: Iterable[DeviceType]
-) -> tuple[object, ...]:
-    return mesh.shape, links, tuple(device.name for device in devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -202,6 +203,29 @@ def price_boundary(
     moves it back in the same way. On one and the same mesh the tensor is resharded as inside a
     stage, and kept twice only where the two stages differ.
     """
+    make = partial(_priced_boundary, edge, source, target, ours, theirs, cluster)
+    if len(ours) > 1 or len(theirs) > 1:
+        return make()
+    memory, graph = source.memory, source.graph
+    ends = graph.operators[edge.producer].signature, graph.operators[edge.consumer].signature
+    key = (
+        *map(memory.number, (*ends, source.mesh, target.mesh)),
+        memory.cluster(cluster),
+        *(edge.output, edge.slot, graph.edge_needs_gradient(edge)),
+        *map(memory.choices, (ours, theirs)),
+    )
+    row: BoundaryRow = memory.crossings.get(key, make)
+    return row
+
+
+def _priced_boundary(
+    edge: Edge,
+    source: TableBuilder,
+    target: TableBuilder,
+    ours: Sequence[Choice],
+    theirs: Sequence[Choice],
+    cluster: Cluster,
+) -> BoundaryRow:
     graph = source.graph
     producer = graph.operators[edge.producer]
     made = producer.outputs[edge.output]

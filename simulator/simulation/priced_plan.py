@@ -26,7 +26,8 @@ from stratagem.simulator.plan.recipe_check import check_recipe
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.cost_rows import NO_COST, PricedTime
-from stratagem.simulator.pricing.cost_table import CostTable, RowMemory, TableBuilder
+from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.pricing.stage_boundaries import (
     BoundaryRow,
     blocks_compute,
@@ -215,7 +216,7 @@ def _passes_model(
     if schedule.stashes_weights:
         check_stashing(plan, graphs[0], crossing_ties(plan.stage_of, graphs[0]))
     pipeline = pipeline_of(sliced)
-    shapes = shapes_of(pipeline)
+    shapes = shapes_of(pipeline, prices)
     parts = tuple(_part(sliced, pipeline, each, prices, shapes) for each in graphs)
     if len(parts) == 1:
         return parts[0]
@@ -236,7 +237,7 @@ def _part(
 def _mirrored_model(plan: Plan, graph: OperatorGraph, prices: Prices) -> PlanModel:
     """Both directions priced as pipelines by themselves, joined where homes sum gradients."""
     alone = one_f_one_b(len(plan.stages), plan.num_microbatches)
-    shapes = shapes_of(pipeline_of(plan))
+    shapes = shapes_of(pipeline_of(plan), prices)
     small = graph.microbatch(plan.num_microbatches)
     down, up = (
         _part(each, pipeline_of(each).under(alone), small, prices, shapes)

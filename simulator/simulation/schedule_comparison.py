@@ -18,7 +18,7 @@ from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.ampnet import ampnet
 from stratagem.simulator.schedules.named_schedules import (

@@ -20,7 +20,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
 from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_times
 from stratagem.simulator.simulation.rank_memory import rank_memory

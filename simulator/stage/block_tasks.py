@@ -132,7 +132,7 @@ class _TaskWriter:
         for k, edge in enumerate(self.table.edges):
             self.outgoing.setdefault(edge.producer, []).append(k)
         self.triggers = recompute_triggers(self.table)
-        self.sharing = sharing_of(self.table, self.triggers)
+        self.sharing = sharing_of(self.table)
         self.chains = chains_of(self.table, self.triggers)
         self.releases = releases_of(
             self.table, self.triggers, self.chains[SharedBy.REGATHER], PREFETCH

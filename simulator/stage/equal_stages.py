@@ -6,13 +6,16 @@ same rows of the cost table; they then differ in where their operators stand in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.recent_values import RecentValues
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.pricing.row_memory import STAGE_OPERATORS
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 from stratagem.simulator.stage.tails_of_backwards import (
@@ -22,6 +25,8 @@ from stratagem.simulator.stage.tails_of_backwards import (
 )
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes, stage_lifetimes
 
+Made = TypeVar("Made")
+
 
 @dataclass(eq=False)
 class StageShapes:
@@ -30,6 +35,8 @@ class StageShapes:
     `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`;
     `apart` says whether sync and update are there apart too, `accumulates` whether there are
     microbatches before the last, whose gradients may be summed (see `tails_of_backwards`).
+    `plans` keeps those of stages with one choice an operator, for other pipelines too: what is
+    made of lists of choices is large, and kept for this pipeline only.
     """
 
     split: bool = False
@@ -39,29 +46,39 @@ class StageShapes:
     stashes: bool = False
     apart: bool = False
     accumulates: bool = False
-    _shapes: dict[int, tuple[CostTable, Any]] = field(default_factory=dict)
-    _blocks: dict[Any, tuple[CostTable, StageBlocks]] = field(default_factory=dict)
-    _lifetimes: dict[Any, tuple[CostTable, Lifetimes]] = field(default_factory=dict)
+    plans: RecentValues[Any] = field(default_factory=lambda: RecentValues(STAGE_OPERATORS))
+    _lists: dict[Any, tuple[CostTable, Any]] = field(default_factory=dict)
 
     def blocks(self, table: CostTable) -> StageBlocks:
         """The blocks of a stage."""
-        key = self._shape(table)
-        if key not in self._blocks:
-            made = stage_blocks(
-                table,
-                split=self.split,
-                bucket_bytes=self.bucket_bytes,
-                slowdown=self.slowdown,
-                inputs_first=self.inputs_first,
-                stashes=self.stashes,
-            )
-            if self.stashes:
-                made = with_bare_backward(made)
-            else:
-                made = with_sums_apart(made, accumulates=self.accumulates)
-            self._blocks[key] = table, with_parts_apart(made) if self.apart else made
-        first, blocks = self._blocks[key]
+        first, blocks = self._made(
+            table,
+            self._blocks,
+            "blocks",
+            self.split,
+            self.bucket_bytes,
+            self.slowdown,
+            self.inputs_first,
+            self.stashes,
+            self.apart,
+            self.accumulates,
+        )
         return blocks.moved(table.operators[0] - first.operators[0])
+
+    def _blocks(self, table: CostTable) -> StageBlocks:
+        made = stage_blocks(
+            table,
+            split=self.split,
+            bucket_bytes=self.bucket_bytes,
+            slowdown=self.slowdown,
+            inputs_first=self.inputs_first,
+            stashes=self.stashes,
+        )
+        if self.stashes:
+            made = with_bare_backward(made)
+        else:
+            made = with_sums_apart(made, accumulates=self.accumulates)
+        return with_parts_apart(made) if self.apart else made
 
     def lifetimes(
         self, table: CostTable, arriving: Mapping[Edge, Ints], num_versions: int | None = None
@@ -71,36 +88,43 @@ class StageShapes:
         `num_versions` of the weights are kept where each microbatch has an update.
         """
         base = table.operators[0]
-        key = (
-            self._shape(table),
-            _leaving(table),
-            num_versions,
-            tuple(
-                # A producer in another stage stands for itself: its choices price the arrival.
-                (edge.producer - base, edge.consumer - base, edge.slot, nbytes.tobytes())
-                for edge, nbytes in arriving.items()
-            ),
+        made = partial(
+            stage_lifetimes, arriving=arriving, split=self.split, num_versions=num_versions
         )
-        if key not in self._lifetimes:
-            made = stage_lifetimes(table, arriving, split=self.split, num_versions=num_versions)
-            self._lifetimes[key] = table, made
-        first, lifetimes = self._lifetimes[key]
+        # A producer in another stage stands for itself: its choices price the arrival.
+        arrivals = tuple(
+            (edge.producer - base, edge.consumer - base, edge.slot, nbytes.tobytes())
+            for edge, nbytes in arriving.items()
+        )
+        first, lifetimes = self._made(
+            table, made, "lifetimes", self.split, num_versions, table.derive(_leaving), arrivals
+        )
         return lifetimes.moved(base - first.operators[0])
 
-    def _shape(self, table: CostTable) -> Any:
-        if id(table) not in self._shapes:
-            self._shapes[id(table)] = table, _shape_of(table)
-        return self._shapes[id(table)][1]
+    def _made(
+        self, table: CostTable, make: Callable[[CostTable], Made], what: str, *settings: object
+    ) -> tuple[CostTable, Made]:
+        """What is made of a stage, and the first stage of its shape, which it was made of."""
+        key = what, settings, table.derive(_shape_of)
+        if table.is_of_plan:
+            weight = len(table.operators)
+            found: tuple[CostTable, Made]
+            found = self.plans.get(key, lambda: (table, make(table)), weight)
+            return found
+        if key not in self._lists:
+            self._lists[key] = table, make(table)
+        return self._lists[key]
 
 
 def _shape_of(table: CostTable) -> tuple[Any, ...]:
-    """What equal stages have in common; rows are told apart by identity."""
+    """What equal stages have in common; rows and the graph are told apart by identity."""
     base = table.operators[0]
     segments: tuple[int, ...] = ()
     if any(row.may_recompute for row in table.rows):
         segment = table.graph.segments
         segments = tuple(segment[i] - base for i in table.operators)
     return (
+        id(table.graph),
         segments,
         tuple((i - base, id(table.row(i))) for i in table.operators),
         tuple(

@@ -34,6 +34,10 @@ class Triggers:
 
 def recompute_triggers(table: CostTable) -> Triggers:
     """The triggers of a stage; none where no choice recomputes."""
+    return table.derive(_triggers_of)
+
+
+def _triggers_of(table: CostTable) -> Triggers:
     may = [i for i in table.operators if table.row(i).may_recompute]
     return triggers(table.graph, table.operators, may)
 

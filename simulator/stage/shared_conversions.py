@@ -28,7 +28,7 @@ from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.pricing.cost_rows import SharedBy
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.stage._shut_gates import all_shut
-from stratagem.simulator.stage.recompute_triggers import Triggers
+from stratagem.simulator.stage.recompute_triggers import Triggers, recompute_triggers
 
 NUM_GATES = len(SharedBy)
 """Gates of an edge, one for each of `SharedBy`: edge k has those from NUM_GATES · k on."""
@@ -119,17 +119,21 @@ def neighbours(table: CostTable) -> dict[int, tuple[int, ...]]:
     return {k: tuple(group) for group in groups.values() if len(group) > 1 for k in group}
 
 
-def sharing_of(table: CostTable, triggers: Triggers) -> Sharing:
+def sharing_of(table: CostTable) -> Sharing:
     """The gates of the stage that `table` prices."""
+    return table.derive(_sharing_of)
+
+
+def _sharing_of(table: CostTable) -> Sharing:
     groups = neighbours(table)
-    return _Gates(table, triggers).result(groups) if groups else no_sharing()
+    return _Gates(table).result(groups) if groups else no_sharing()
 
 
 class _Gates:
     """Collects the gates of one stage."""
 
-    def __init__(self, table: CostTable, triggers: Triggers) -> None:
-        self._table, self._triggers = table, triggers
+    def __init__(self, table: CostTable) -> None:
+        self._table, self._triggers = table, recompute_triggers(table)
         self._pool: list[Ints] = []
         self._size = 0
         self._begin: dict[int, int] = {}

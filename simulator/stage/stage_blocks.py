@@ -234,6 +234,8 @@ class StageBlocks:
 
     def moved(self, by: int) -> StageBlocks:
         """The blocks of a stage of equal operators, `by` places further on in the graph."""
+        if by == 0:
+            return self
         parts = [
             None if block is None else block.moved(by)
             for block in (self.input_backward, self.weight_backward)

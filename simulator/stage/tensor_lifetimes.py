@@ -96,6 +96,8 @@ class Lifetimes:
 
     def moved(self, by: int) -> Lifetimes:
         """The tensors of a stage of equal operators, `by` places further on in the graph."""
+        if by == 0:
+            return self
         return replace(
             self,
             first=self.first + by,
@@ -207,7 +209,7 @@ class _LifetimeWriter:
         self.n = len(table.operators)
         self.place = {i: p for p, i in enumerate(table.operators)}
         triggers = recompute_triggers(table)
-        self.triggers, self.sharing = triggers.of, sharing_of(table, triggers)
+        self.triggers, self.sharing = triggers.of, sharing_of(table)
         self.number = {edge: k for k, edge in enumerate(table.edges)}
         self.segment = table.graph.segments if self.triggers else None
         self.readers: dict[int, list[Edge]] = {}

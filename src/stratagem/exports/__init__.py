@@ -27,7 +27,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.simulation import simulate_plan
 
 __all__ = ["FORMATS", "Export", "export"]

@@ -26,7 +26,7 @@ from stratagem.simulator.graph.models import gpt, mlp, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.work_kinds import SEND, SEND_BACK
 from tests.support.examples import examples
 

@@ -17,7 +17,7 @@ from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.pricing.cost_table import RowMemory
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.priced_plan import plan_model
 from stratagem.simulator.simulation.simulation import simulate_plan
 

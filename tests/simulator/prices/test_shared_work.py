@@ -37,7 +37,8 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_rows import timed, timed_rows
-from stratagem.simulator.pricing.cost_table import RowMemory, TableBuilder
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
 
