@@ -30,6 +30,11 @@ class PricedTime:
     ns: Ints
     mask: Ints
 
+    @cached_property
+    def is_idle(self) -> bool:
+        """Whether nothing ever takes time."""
+        return not self.ns.any()
+
     def where(self, keep: Flags) -> PricedTime:
         """The same where `keep` is true, nothing elsewhere."""
         return PricedTime(masked(self.ns, keep), masked(self.mask, keep))
@@ -123,12 +128,12 @@ class OperatorRow:
     @cached_property
     def weighs(self) -> bool:
         """Whether gradients of parameters take time of their own."""
-        return bool(self.weight_gradient.ns.any())
+        return not self.weight_gradient.is_idle
 
     @cached_property
     def is_launched(self) -> bool:
         """Whether the host's time to launch passes is modelled."""
-        return bool(self.launch_forward.ns.any() or self.launch_backward.ns.any())
+        return not (self.launch_forward.is_idle and self.launch_backward.is_idle)
 
     @cached_property
     def may_recompute(self) -> bool:
@@ -154,6 +159,11 @@ class OperatorRow:
     def keeps_copies(self) -> Flags:
         """Which choices keep converted inputs that backward needs."""
         return self.keeps & ~self.regathers
+
+    @cached_property
+    def keeps_all_copies(self) -> bool:
+        """Whether all choices do."""
+        return not any(choice.recompute or choice.regather for choice in self.choices)
 
 
 class SharedBy(IntEnum):
@@ -214,7 +224,7 @@ class EdgeRow:
     @cached_property
     def may_regather(self) -> bool:
         """Whether some pair of choices converts the tensor again for backward."""
-        return bool(self.regather.ns.any())
+        return not self.regather.is_idle
 
     @cached_property
     def is_whole(self) -> bool:
@@ -256,13 +266,14 @@ LONGEST_SECONDS = 1e6
 
 def to_ns(seconds: Floats) -> Ints:
     """Whole nanoseconds; whatever takes time takes at least one."""
-    if seconds.size and not np.max(seconds) <= LONGEST_SECONDS:
+    if seconds.size and not seconds.max() <= LONGEST_SECONDS:
         raise ValueError(
-            f"a task would take {np.max(seconds):.3g} s, and at most {LONGEST_SECONDS:g} s can be "
+            f"a task would take {seconds.max():.3g} s, and at most {LONGEST_SECONDS:g} s can be "
             f"counted; see the figures of the cluster"
         )
     ns = np.rint(seconds * 1e9).astype(np.int64)
-    return np.where(seconds > 0, np.maximum(ns, 1), 0)
+    found: Ints = np.maximum(ns, seconds > 0)
+    return found
 
 
 def timed_rows(rows: Sequence[Sequence[tuple[float, int]]]) -> list[PricedTime]:

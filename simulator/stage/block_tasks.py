@@ -413,7 +413,8 @@ class _Prefetch:
         """
         released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
         row = self._writer.table.row(i)
-        return self._gathers(i, released, row.keeps if unless_again else None)
+        keep = row.keeps if unless_again and row.may_recompute else None
+        return self._gathers(i, released, keep)
 
     def again(self, i: int, released: Sequence[int]) -> list[int]:
         """The gathers of an operator's parameters for running again, where it does."""

@@ -144,7 +144,11 @@ class _Gates:
         starts, operators, offsets, sharers = [0], list[int](), list[int](), list[int]()
         made: dict[tuple[int, SharedBy], Sequence[int]] = {}
         for k, edge in enumerate(self._table.edges):
-            group = groups.get(k, ())
+            group = groups.get(k)
+            if group is None:
+                starts += [len(operators)] * NUM_GATES
+                sharers += [1] * NUM_GATES
+                continue
             for by in SharedBy:
                 others = self._others(k, group, by)
                 ahead: list[int] = []

@@ -288,12 +288,13 @@ class Pool:
 
     def add(self, timed: PricedTime) -> int:
         """Append a row and return where it begins; 0 when it never has anything to do."""
-        if id(timed) in self._seen:
-            return self._seen[id(timed)][1]
-        base = self._size if timed.ns.any() else 0
-        self._seen[id(timed)] = (timed, base)
-        if base == 0:
+        if timed.is_idle:
             return 0
+        seen = self._seen.get(id(timed))
+        if seen is not None:
+            return seen[1]
+        base = self._size
+        self._seen[id(timed)] = timed, base
         self._ns.append(timed.ns.ravel())
         self._mask.append(timed.mask.ravel())
         self._size += timed.ns.size

@@ -197,7 +197,7 @@ class _LifetimeWriter:
     columns: list[Ints] = field(default_factory=list)
     pool: list[Ints] = field(default_factory=list)
     _size: int = 0
-    _seen: dict[bytes, int] = field(default_factory=dict)
+    _seen: dict[int | bytes, int] = field(default_factory=dict)
     _split: dict[tuple[int, int], tuple[Ints, Ints]] = field(default_factory=dict)
     _divided: dict[tuple[int, int, bool], _Divided] = field(default_factory=dict)
     _checkpoints: dict[tuple[int, ...], Ints] = field(default_factory=dict)
@@ -300,7 +300,7 @@ class _LifetimeWriter:
             self._add_pair(Purpose.BUFFERS, edge, nbytes, place, place)
             return
         row = self.table.row(edge.consumer)
-        if row.keeps_copies.all():
+        if row.keeps_all_copies:
             self._add_pair(Purpose.ACTIVATIONS, edge, nbytes, place, back, shared=True)
             return
         held, used = self._divide(nbytes, row.keeps_copies)
@@ -564,17 +564,19 @@ class _LifetimeWriter:
 
     def _base(self, nbytes: Ints) -> int:
         """Where a row of bytes begins in the pool; −1 for one without any."""
-        if id(nbytes) not in self._known:
+        known = self._known.get(id(nbytes))
+        if known is None:
             base = -1
-            if nbytes.any():
-                key = nbytes.tobytes()
+            # Of one choice a row is a number, which Python is quicker with.
+            key = nbytes.item() if nbytes.size == 1 else nbytes.any() and nbytes.tobytes()
+            if key:
                 base = self._seen.setdefault(key, self._size)
                 if base == self._size:
                     self.pool.append(nbytes.ravel())
                     self._size += nbytes.size
             # The row is kept too, so that no other gets its id.
-            self._known[id(nbytes)] = nbytes, base
-        return self._known[id(nbytes)][1]
+            known = self._known[id(nbytes)] = nbytes, base
+        return known[1]
 
 
 def _columns(rows: Sequence[tuple[int, ...]]) -> Ints:
