@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.skeletons import Options, Skeleton, distinct_stages, operator_choices
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.recent_values import RecentValues
 from stratagem.simulator.engine.task_graph import contention_table
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -48,6 +49,9 @@ from stratagem.simulator.stage.shared_conversions import OPEN, Sharing, joined_s
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 
 T = TypeVar("T")
+
+MOST_LISTS = 512
+"""So many lists of choices of operators are remembered with a graph."""
 
 
 class NoChoiceError(ValueError):
@@ -280,17 +284,21 @@ def space_choices(
     stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
     recomputed = {p: recomputed_operators(graph, p) for p in dict.fromkeys(skeleton.policies)}
     lists: dict[object, tuple[Choice, ...]] = {}
+    known: RecentValues[tuple[Choice, ...]]
+    known = whole.derived.setdefault(space_choices, RecentValues(MOST_LISTS))
     found: list[tuple[Choice, ...]] = []
     for operator in graph.operators:
         shape = skeleton.meshes[stage_of[operator.name]].shape
         trained = tuple(graph.parameter_index[w.parameter].trainable for w in operator.weights)
         again = operator.name in recomputed[skeleton.policies[stage_of[operator.name]]]
         own = include.get(operator.name)
-        key = (operator.signature, trained, shape, again, own)
+        alike = operator.signature, trained, shape, again
+        key = *alike, own
         if key not in lists:
-            listed = operator_choices(
-                graph, operator, shape, zero_stages, options, recompute=again
+            made = partial(
+                operator_choices, graph, operator, shape, zero_stages, options, recompute=again
             )
+            listed = known.get((*alike, zero_stages, options), made)
             lists[key] = listed if own is None or own in listed else (own, *listed)
         found.append(lists[key])
     return tuple(found)

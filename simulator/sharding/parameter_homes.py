@@ -133,6 +133,9 @@ def zero_stages_of(
     Only stage 0 is left where no gradient is summed. Parameters without samples, such as learned
     positions, are sharded over what repeats them.
     """
+    stages = tuple(stages)
+    if not any(stages):
+        return stages[:1]
     samples = any(dim.kind is DimKind.SAMPLE for dim in operator.dims)
     sharded = Choice(config, zero=1)
     shared = any(
