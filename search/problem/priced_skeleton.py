@@ -14,7 +14,6 @@ from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.skeletons import Options, Skeleton, distinct_stages, operator_choices
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.base.recent_values import RecentValues
 from stratagem.simulator.engine.task_graph import contention_table
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -37,6 +36,7 @@ from stratagem.simulator.pipeline.priced_pipeline import (
 )
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.macro_graph import (
     MacroGraph,

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stratagem.simulator.base.recent_values import RecentValues
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
+from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.resharding_paths import Resharder, shared_resharder
 

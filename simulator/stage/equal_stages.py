@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.base.recent_values import RecentValues
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.pricing.row_memory import STAGE_OPERATORS
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.stage_blocks import StageBlocks
