@@ -9,10 +9,13 @@ from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, Microbat
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, operator_choices
 from stratagem.simulator.graph.checkpoint_segments import run_again
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.sharding.choice import Choice
 
 
 class ComputingBounds:
@@ -49,6 +52,7 @@ class ComputingBounds:
         self._situation, self._options = situation, replace(options, regather=False)
         self._known: dict[Any, float] = {}
         self._priced: dict[Any, float] = {}
+        self._shards: dict[Any, dict[Any, Choice]] = {}
         self._builders: list[TableBuilder] = []
         self.models = MicrobatchModels(situation)
         self._stages: dict[Any, float] = {}
@@ -131,13 +135,25 @@ class ComputingBounds:
         # All-reduces inside an operator depend on the mesh; everything else on local sizes only.
         where = (id(builder),) if inside else ()
         types = tuple(device.name for device in builder.devices)
+        listed = (kind, shape)
+        if listed not in self._shards:
+            self._shards[listed] = self._different(graph, operator, shape, inside=inside)
         best = float("inf")
-        for choice in operator_choices(
-            graph, operator, shape, (0,), self._options, recompute=recompute
-        ):
-            sizes = tuple(sorted(local_sizes(operator, choice.config, shape).items()))
-            same = (kind, types, sizes, choice.chunks, choice.fused, recompute, *where)
+        for shard, choice in self._shards[listed].items():
+            same = (kind, types, shard, recompute, *where)
             if same not in self._priced:
-                self._priced[same] = builder.pass_seconds(i, choice)
+                run = replace(choice, recompute=True) if recompute else choice
+                self._priced[same] = builder.pass_seconds(i, run)
             best = min(best, self._priced[same])
         return best
+
+    def _different(
+        self, graph: OperatorGraph, operator: Operator, shape: tuple[int, ...], *, inside: bool
+    ) -> dict[Any, Choice]:
+        """Choices of an operator by what takes another time: its shard and how that is run."""
+        found: dict[Any, Choice] = {}
+        for choice in operator_choices(graph, operator, shape, (0,), self._options):
+            sizes = tuple(sorted(local_sizes(operator, choice.config, shape).items()))
+            config = choice.config if inside else ()
+            found.setdefault((sizes, choice.chunks, choice.fused, config), choice)
+        return found
