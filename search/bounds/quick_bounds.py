@@ -19,11 +19,13 @@ class Look:
         bound: seconds that no plan of it is under; infinite where none fits.
         fullness: where none fits, what share of its memory some rank takes at least; 0 else.
         why: why none fits.
+        is_brief: whether there was no time for a bound, which then is 0.
     """
 
     bound: float
     fullness: float = 0.0
     why: str = ""
+    is_brief: bool = False
 
 
 class QuickBounds:
@@ -62,6 +64,8 @@ class QuickBounds:
         excess = self._holding.excess(skeleton)
         if excess is not None:
             return Look(float("inf"), excess.share, str(excess))
+        if self._clock.is_brief:
+            return Look(0.0, is_brief=True)
         return Look(self.computing(skeleton))
 
     def computing(self, skeleton: Skeleton) -> float:

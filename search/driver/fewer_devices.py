@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
 from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Skeleton, all_skeletons
-from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, candidates
+from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, Late, candidates
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.variants import standard_layouts
 from stratagem.simulator.hardware.cluster import Cluster
@@ -53,13 +53,19 @@ class FewerDevices:
                 else:
                     self._exclude("skeletons whose computing alone takes longer")
 
-    def planned(self, limit: int, ranked: Iterable[SkeletonEntry]) -> Iterator[Candidate]:
+    def planned(
+        self,
+        limit: int,
+        ranked: Iterable[SkeletonEntry],
+        late: Late | None = None,
+    ) -> Iterator[Candidate]:
         """Pipelines of the program over stages.
 
         Args:
             limit: how many on a part.
             ranked: skeletons with known plans; stages are planned on parts of which a pipeline is
                 among these that takes at most `SLACK` times the best.
+            late: see `candidates`.
         """
         near = {
             entry.skeleton.devices
@@ -68,16 +74,24 @@ class FewerDevices:
         }
         for part in self._parts:
             counts = self._counts(part)
-            if counts and frozenset(part.devices) in near:
-                yield from self._planned_on(part, counts, limit)
+            if late is not None and late(True):
+                self._exclude("parts of the cluster for whose pipelines there was no time")
+            elif counts and frozenset(part.devices) in near:
+                yield from self._planned_on(part, counts, limit, late)
             elif counts:
                 self._exclude("parts of the cluster on which pipelines are far from the best")
 
     def _planned_on(
-        self, part: ClusterPart, counts: tuple[int, ...], limit: int
+        self,
+        part: ClusterPart,
+        counts: tuple[int, ...],
+        limit: int,
+        late: Late | None,
     ) -> Iterator[Candidate]:
         try:
-            found = plan_stages(self.space, limit, cluster=part.cluster, microbatches=counts)
+            found = plan_stages(
+                self.space, limit, cluster=part.cluster, microbatches=counts, late=late
+            )
         except ValueError:
             self._exclude("parts of the cluster on which the constraints allow no stages")
             return
@@ -114,6 +128,7 @@ def plan_stages(
     *,
     cluster: Cluster | None = None,
     microbatches: tuple[int, ...] | None = None,
+    late: Late | None = None,
 ) -> Candidates:
     """What the program over stages finds for a search, on its own cluster or on another.
 
@@ -122,6 +137,7 @@ def plan_stages(
         limit: how many plans.
         cluster: that of the search if left out.
         microbatches: numbers of them; those that the constraints allow if left out.
+        late: see `candidates`.
 
     Raises:
         ValueError: as `candidates`.
@@ -133,4 +149,5 @@ def plan_stages(
         limit=limit,
         limits=limits if microbatches is None else replace(limits, microbatches=microbatches),
         layouts=standard_layouts(regather=space.options.regather),
+        late=late,
     )

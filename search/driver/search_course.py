@@ -33,8 +33,9 @@ from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, 
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
 from stratagem.searcher.space.canonical_meshes import canonical
+from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS, Late
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
@@ -42,8 +43,9 @@ from stratagem.simulator.simulation.simulation import Simulation
 
 MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
-SURVEYED, WALKED = 0.4, 0.6
-"""Of the seconds of a budget, how many may pass before walks over skeletons begin, and end."""
+PLANNED, SURVEYED, WALKED = 0.3, 0.4, 0.6
+"""Of the seconds of a budget, how many may pass before stages are planned no more, and before
+walks over skeletons begin, and end."""
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum of their work is limited then (see `outcomes.Sharpened`)."""
@@ -144,7 +146,9 @@ class SearchCourse:
                 self.baselines[name] = self.space.situation.simulate(plan)
                 self.incumbent.offer(self.baselines[name])
             if self.incumbent.best is not None:
-                self.space.situation.clock.until = self.started + ASKED * self.budget.seconds
+                clock = self.space.situation.clock
+                clock.until = self.started + ASKED * self.budget.seconds
+                clock.brief = self.started + PLANNED * self.budget.seconds
                 return
 
     def _go(
@@ -163,9 +167,12 @@ class SearchCourse:
             groups = space.listed(listed)
             looks = self._looks(groups)
             stages = self._plan_stages(num_skeletons)
+            if self.budget.seconds is not None:
+                self._simulate_stages(stages)  # Bounds may take what time there is.
             self.report("bounding skeletons", 0.1)
             space.look_at(groups, [part.result() for part in looks])
-            space.bound_pipelines()
+            if not space.situation.clock.is_brief:
+                space.bound_pipelines()
         planned = self._take_stages(stages)
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
@@ -212,6 +219,7 @@ class SearchCourse:
             left -= self._bound_found(found, left)
             if not self._search_found(found[:num_skeletons]):
                 break
+        space.look_again()
         self._certify(left, work, self._time_is_up)
         return self._reason()
 
@@ -262,7 +270,7 @@ class SearchCourse:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
         try:
-            found = plan_stages(self.space, self._num_drafted(most))
+            found = plan_stages(self.space, self._num_drafted(most), late=self._late(PLANNED))
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
             return []
@@ -283,7 +291,8 @@ class SearchCourse:
         space.look_at(groups, [part.result() for part in self._looks(groups)])
         space.unlisted_bound = np.inf
         ranked = self._rank(in_turn(entry for group in groups for entry in group))
-        planned = self._take_stages(list(fewer.planned(self._num_drafted(most), ranked)))
+        drafted = fewer.planned(self._num_drafted(most), ranked, self._late(SURVEYED))
+        planned = self._take_stages(list(drafted))
         self.notes.update(fewer.notes)
         return first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
 
@@ -295,6 +304,7 @@ class SearchCourse:
             lambda: self.incumbent.time,
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
+            self._past(SURVEYED),
         )
 
     def _looks(self, groups: Sequence[Sequence[SkeletonEntry]]) -> list[WorkPart[list[Look]]]:
@@ -304,6 +314,15 @@ class SearchCourse:
 
     def _take_stages(self, plans: Sequence[Candidate]) -> list[SkeletonEntry]:
         """Those of these that the constraints allow, simulated."""
+        return [
+            self.space.take(skeleton, choices, simulation)
+            for skeleton, choices, simulation in self._simulate_stages(plans)
+        ]
+
+    def _simulate_stages(
+        self, plans: Sequence[Candidate]
+    ) -> list[tuple[Skeleton, Choices, Simulation]]:
+        """The same, of no skeleton of the space yet; what was simulated before is remembered."""
         s, options, found = self.space.situation, self.space.options, []
         for candidate in plans:
             skeleton, choices = canonical(candidate.skeleton, candidate.choices, s.cluster)
@@ -311,7 +330,7 @@ class SearchCourse:
             plan = s.plan(skeleton, choices, name="inter-operator DP", options=options)
             simulation = s.simulate(plan)
             if self.incumbent.offer(simulation):
-                found.append(self.space.take(skeleton, choices, simulation))
+                found.append((skeleton, choices, simulation))
         return found
 
     def _survey(self, listed: Sequence[SkeletonEntry], weakest: int, work: float) -> int:
@@ -321,6 +340,8 @@ class SearchCourse:
         part of the seconds of the budget only.
         """
         stop = self._past(SURVEYED)
+        if stop():
+            return weakest
         self.report("surveying skeletons", 0.25)
         worth = [entry for entry in listed if entry.bound < self.incumbent.time]
         if len(self._bound_entries(worth, stop)) < len(worth):
@@ -507,7 +528,9 @@ class SearchCourse:
             weak = [
                 entry
                 for entry in self.space.entries
-                if entry.bound < self.incumbent.time and entry.fate in (Fate.OPEN, Fate.RANKED)
+                if entry.bound < self.incumbent.time
+                and entry.fate in (Fate.OPEN, Fate.RANKED)
+                and not entry.is_brief
             ]
             if not weak:
                 return 0
@@ -567,6 +590,16 @@ class SearchCourse:
         limit = self.budget.seconds
         until = np.inf if limit is None else self.started + share * limit
         return lambda: time.monotonic() > until
+
+    def _late(self, share: float) -> Late | None:
+        """The same, or None where a search may take as long as it does.
+
+        What has found nothing may go on for as long as walks may.
+        """
+        if self.budget.seconds is None:
+            return None
+        soon, last = self._past(share), self._past(WALKED)
+        return lambda found: soon() if found else last()
 
     def _time_is_up(self) -> bool:
         return self._past(1.0)()

@@ -37,6 +37,7 @@ class SkeletonEntry:
     `simulation` the best one's. The choices of the first start are among those searched. `met` is
     its sharpened bound with the best plan met, and what it says of policies that recompute more.
     `fullness` is what share of its memory some rank takes at least, where that is surely too much.
+    `is_brief` says that there was no time for a bound of its own.
     """
 
     skeleton: Skeleton
@@ -47,6 +48,7 @@ class SkeletonEntry:
     why: str = ""
     met: tuple[Bound, float] | None = None
     fullness: float = 0.0
+    is_brief: bool = False
 
     @property
     def fits(self) -> bool:
@@ -174,14 +176,28 @@ class Space:
         return list(groups.values())
 
     def look_at(self, groups: Iterable[list[SkeletonEntry]], looks: Iterable[list[Look]]) -> None:
-        """Take quick looks at all that `listed` gave; what cannot fit is pruned."""
+        """Take quick looks at all that `listed` gave; what cannot fit is pruned.
+
+        Those of brief looks have no bound yet, and come last (see `look_again`).
+        """
         for entries, found in zip(groups, looks, strict=True):
             for entry, look in zip(entries, found, strict=True):
                 entry.bound, entry.fullness, entry.why = look.bound, look.fullness, look.why
+                entry.is_brief = look.is_brief
                 if look.why:
                     entry.fate = Fate.FULL
-        self.entries.sort(key=lambda entry: (entry.bound, entry.fullness))
+        self.entries.sort(key=lambda entry: (entry.is_brief, entry.bound, entry.fullness))
         self.is_looked_at = True
+
+    def look_again(self) -> None:
+        """Bound what there was no time for before."""
+        for entry in self.entries:
+            if entry.is_brief:
+                self.situation.clock.check()
+                entry.bound = max(entry.bound, self.computing_bound(entry.skeleton))
+                entry.is_brief = False
+        if self.pipelines_bound is None:
+            self.bound_pipelines()
 
     def computing_bound(self, skeleton: Skeleton) -> float:
         """Seconds that no plan of a skeleton is under, by what it computes."""
@@ -216,6 +232,7 @@ class Space:
         best: Callable[[], float],
         most: int,
         tick: Callable[[int], None],
+        late: Callable[[], bool],
     ) -> list[SkeletonEntry]:
         """Simulate known strategies on skeletons, the first listed first; the best comes first.
 
@@ -230,6 +247,7 @@ class Space:
             best: seconds of the best plan until now.
             most: how many skeletons to simulate.
             tick: called with the number of each.
+            late: whether there is time for no more.
         """
         fitting: set[Skeleton] = set()
         ranked: list[SkeletonEntry] = []
@@ -242,7 +260,7 @@ class Space:
             if entry.fate is Fate.OPEN and entry.bound >= best():
                 entry.fate = Fate.PRUNED
                 continue
-            if len(ranked) >= most:
+            if len(ranked) >= most or late():
                 continue
             tick(len(ranked))
             self._try_strategies(entry, offer)

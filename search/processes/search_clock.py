@@ -27,9 +27,16 @@ class SearchClock:
 
     Attributes:
         until: by `time.monotonic`, which all processes of a machine share.
+        brief: likewise, from when looks at many things are to be brief ones.
     """
 
     until: float = inf
+    brief: float = inf
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether looks at many things are to be brief by now."""
+        return time.monotonic() > self.brief
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,12 @@ all skeletons are searched that may be better than the best."""
 UNEQUAL_MICROBATCHES = 3
 """At how many numbers of microbatches, the best of equal stages, unequal ones are tried."""
 
+LIKELY_SAMPLES = 8.0
+"""Of a microbatch, where there is no time to try them all."""
+
+Late = Callable[[bool], bool]
+"""Whether it is too late for more, if something was found, and if nothing was."""
+
 _Posed = tuple[str, int, Devices, tuple[int, ...]]
 """A schedule, the most stages, how devices may be dealt out, numbers of stages asked for."""
 
@@ -61,6 +68,7 @@ def candidates(
     limit: int = 16,
     limits: PipelineLimits | None = None,
     layouts: Sequence[VariantLayout] = LAYOUTS,
+    late: Late | None = None,
 ) -> Candidates:
     """The best plans by dynamic programming over stages and sub-meshes.
 
@@ -88,6 +96,9 @@ def candidates(
         limit: how many candidates.
         limits: what a plan may be; anything if left out.
         layouts: strategies that a stage may follow; a caller's own may be among them.
+        late: whether what is left of the space is to be left out, asked now and then, and told
+            whether something was found. Numbers of microbatches that are likely good ones then
+            come first.
 
     Raises:
         ValueError: on an unknown schedule, a limit below 1, or limits that leave nothing to try.
@@ -97,10 +108,10 @@ def candidates(
         raise ValueError(f"candidates: limit is {limit}; it must be at least 1")
     chain = chain_of(situation.graph)
     search = _CandidateSearch(
-        chain, situation, limits or PipelineLimits(), tuple(schedules), tuple(layouts)
+        chain, situation, limits or PipelineLimits(), tuple(schedules), tuple(layouts), late
     )
     drafts = search.run()
-    if not drafts and search.shortage is None:
+    if not drafts and search.shortage is None and not search.is_late:
         raise ValueError(search.why_nothing())
     plans = tuple(_diverse(drafts, limit))
     return Candidates(plans, search.pruned.counts, None if plans else search.shortage)
@@ -115,17 +126,22 @@ class _CandidateSearch:
     limits: PipelineLimits
     schedules: tuple[str, ...]
     layouts: tuple[VariantLayout, ...]
+    late: Late | None = None
     pruned: Pruned = field(default_factory=Pruned)
     best: float = np.inf
     shortage: PipelineShortage | None = None
+    is_late: bool = False
 
     def run(self) -> list[Candidate]:
         """All candidates within the slack, best first."""
         found: list[Candidate] = []
         counts = self._microbatch_counts()
-        for parts in counts:
+        unequal = not self.limits.equal_meshes
+        for number, parts in enumerate(counts):
             found += self._solved(parts, self._equal)
-        if not self.limits.equal_meshes:
+            if unequal and self.late is not None and number < UNEQUAL_MICROBATCHES:
+                found += self._solved(parts, self._unequal)  # There may be no time for it later.
+        if unequal:
             ranked = sorted(found, key=lambda c: c.seconds)
             best = list(dict.fromkeys(c.skeleton.num_microbatches for c in ranked))
             chosen = best[:UNEQUAL_MICROBATCHES] or counts
@@ -158,12 +174,25 @@ class _CandidateSearch:
         counts = self.situation.graph.microbatch_counts
         allowed = [n for n in counts if self.limits.allows_microbatches(n)]
         self.pruned.add("numbers of microbatches not allowed", len(counts) - len(allowed))
-        return allowed[::-1]
+        if self.late is None:
+            return allowed[::-1]
+        batch = self.situation.graph.batch or 1
+        return sorted(allowed, key=lambda n: (abs(math.log(batch / n / LIKELY_SAMPLES)), -n))
+
+    def _is_over(self) -> bool:
+        """Whether there is no time for more, which is then said once."""
+        found = bool(np.isfinite(self.best))
+        if not self.is_late and self.late is not None and self.late(found):
+            self.is_late = True
+            self.pruned.add("left out, as the time of the program over stages was up")
+        return self.is_late
 
     def _solved(
         self, parts: int, problems: Callable[[int, TableMaker], Iterator[_Posed]]
     ) -> Iterator[Candidate]:
         """Candidates with one number of microbatches."""
+        if self._is_over():
+            return
         modes = list(dict.fromkeys(mode_of(s, n) for s in self.schedules for n in (1, 2)))
         # M microbatches pass every stage one after the other, even the slowest.
         longest = SLACK * self.best * 1e9 / parts
@@ -189,6 +218,8 @@ class _CandidateSearch:
                 self._note_shortage(devices, schedule, parts, counts)
             for solution in solutions:
                 yield self._offer(drafter, solution, schedule)
+            if self._is_over():
+                return
 
     def _offer(self, drafter: Drafter, solution: PipelineSolution, schedule: str) -> Candidate:
         candidate = drafter.candidate(solution, schedule)
