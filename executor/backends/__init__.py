@@ -2,5 +2,5 @@
 
 In:      a rank and its world.
 Out:     a communicator.
-Imports: communication, cuda, the simulator.
+Imports: communication, cuda, the simulator, basics.
 """

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stratagem.basics.allocator import keep_freed_memory
 from stratagem.executor.backends.rank_stores import world_store
 from stratagem.executor.communication.clocks import HostClock
 from stratagem.executor.communication.communicator import (
@@ -33,7 +34,6 @@ from stratagem.executor.communication.communicator import (
 from stratagem.executor.communication.endings import Ending
 from stratagem.executor.communication.process_member import ProcessMember, packed, prepared
 from stratagem.simulator.hardware.collective_times import Collective
-from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 
 PIECE, MESSAGE = 1, 2
 """Tags of the pieces of gathers and scatters, and the first of those that a plan sends."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from stratagem.basics.allocator import keep_freed_memory
 from stratagem.executor.communication.clocks import Clock, HostClock
 from stratagem.executor.communication.communicator import (
     Communicator,
@@ -32,7 +33,6 @@ from stratagem.executor.cuda.event_clock import EventClock
 from stratagem.executor.cuda.handover import Handover
 from stratagem.executor.cuda.streams import CudaStreams, Streams
 from stratagem.simulator.hardware.collective_times import Collective
-from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 
 T = TypeVar("T")
 STOP_SECONDS = 5.0

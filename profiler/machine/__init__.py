@@ -2,5 +2,5 @@
 
 In:      a device.
 Out:     its clocks, versions, load and drift.
-Imports: the simulator.
+Imports: the simulator, basics.
 """

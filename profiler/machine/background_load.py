@@ -16,7 +16,7 @@ from types import TracebackType
 
 import torch
 
-from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
+from stratagem.basics.allocator import keep_freed_memory
 
 Work = Callable[[], object]
 MakeWork = Callable[[], Work]

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from stratagem.basics.allocator import keep_freed_memory
 from stratagem.simulator.plan.provenance import Environment
-from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
 from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
 
 CYCLES_A_SECOND = 2e9

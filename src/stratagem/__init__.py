@@ -67,7 +67,7 @@ _HOMES = {
     "fit_links": "stratagem.face.verbs",
     "forecast_run": "stratagem.simulator.forecast.run_forecast",
     "forward_pass": "stratagem.simulator.graph.forward_pass",
-    "limit_capacity": "stratagem.simulator.torch_ops.moe.module_rules",
+    "limit_capacity": "stratagem.simulator.torch_ops.blocks.module_rules",
     "load_checkpoint": "stratagem.executor.checkpoints.reader",
     "export": "stratagem.exports",
     "local_cluster": "stratagem.face.verbs",
@@ -80,6 +80,7 @@ _HOMES = {
     "robustness": "stratagem.searcher.report.robustness",
     "search": "stratagem.face.verbs",
     "search_sizes": "stratagem.searcher.driver.cluster_sizes",
+    "selective_scan": "stratagem.simulator.torch_ops.blocks.scans",
     "simulate": "stratagem.face.verbs",
     "slice_tokens": "stratagem.searcher.driver.token_slicing",
     "split_images": "stratagem.simulator.graph.image_splits",
@@ -89,7 +90,7 @@ _HOMES = {
 }
 
 _MODULES = {
-    "experts": "stratagem.simulator.torch_ops.moe.experts",
+    "experts": "stratagem.simulator.torch_ops.blocks.experts",
     "models": "stratagem.simulator.graph.models",
 }
 

@@ -18,9 +18,9 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.torch_ops.blocks import experts
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.capture.exporting import named_results
-from stratagem.simulator.torch_ops.moe import experts
 from tests.support.plans import Chooser
 
 

@@ -184,6 +184,38 @@ class GraphBuilder(GenericBuilder):
         draft.reads.extend(self._bind(draft, each, [rows, pairs]) for each in (cosine, sine))
         return self._made(draft, [*leading, rows, pairs], x.dtype)
 
+    def selective_scan(
+        self,
+        x: DraftTensor,
+        dt: DraftTensor,
+        a: DraftTensor,
+        b: DraftTensor,
+        c: DraftTensor,
+        *,
+        name: str = "scan",
+    ) -> DraftTensor:
+        """The recurrence of Mamba along the last dim (see `torch_ops.blocks.scans`).
+
+        x and dt are (sample, channel, time), a is (channel, state), b and c are (sample, state,
+        time). The states of a channel, and time, stay whole.
+        """
+        x, dt, a, b, c = (self._written(each) for each in (x, dt, a, b, c))
+        draft = self._draft("selective_scan", name)
+        sample, channel = (
+            self._loop(draft, f"dim{i}", ATTRIBUTE, x.shape[i], labelled=True) for i in range(2)
+        )
+        states = "all of them are summed up"
+        state = self._loop(draft, "state", REDUCTION, a.shape[-1], whole=states)
+        runs = "the recurrence runs along it"
+        time = self._loop(draft, "time", ATTRIBUTE, x.shape[2], whole=runs)
+        for tensor, loops in (
+            *((each, [sample, channel, time]) for each in (x, dt)),
+            (a, [channel, state]),
+            *((each, [sample, state, time]) for each in (b, c)),
+        ):
+            draft.reads.append(self._bind(draft, tensor, loops))
+        return self._made(draft, [sample, channel, time], x.dtype)
+
     def softmax(
         self,
         x: DraftTensor,

@@ -1,4 +1,4 @@
-"""Attention as one kernel, and what belongs to it: positions, and keys of earlier slices."""
+"""What looks along a sequence: attention as one kernel, its positions and earlier keys; scans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratagem.simulator.operators.kinds.kind_record import (
     per_input,
 )
 from stratagem.simulator.operators.kinds.products import of_matrices
-from stratagem.simulator.operators.kinds.traffic import EachTensorOnce, LikeOutput
+from stratagem.simulator.operators.kinds.traffic import EachTensorOnce, LikeOutput, OfScan
 from stratagem.simulator.operators.operator import Operator, factors
 from stratagem.simulator.operators.saved_tensors import SavedTensors
 
@@ -34,6 +34,15 @@ def _attention_flops(operator: Operator, sizes: Sizes) -> float:
         return scores + mixed
     first = int(operator.attributes.get("first_query", 0))
     return (scores + mixed) * (0.5 + 0.5 * first / math.prod(sizes[n] for n in key_dims))
+
+
+SCAN_CHUNK = 64
+"""Steps of a selective scan that are put together at once."""
+
+
+def _scan_operations(operator: Operator, sizes: Sizes) -> float:
+    """Nine for each channel, state and step: Gu and Dao 2023, section 3.3."""
+    return 9.0 * math.prod(sizes[dim.name] for dim in operator.dims)
 
 
 ATTENTION = OperatorKind(
@@ -71,4 +80,16 @@ ROTARY = OperatorKind(
     weight_share=0.0,
     positionwise=True,
     like_input=True,
+)
+
+SELECTIVE_SCAN = OperatorKind(
+    name="selective_scan",
+    role=OperatorRole.OTHER,
+    flops=_scan_operations,
+    backward_flops=3.0,
+    product=None,
+    traffic=OfScan(SCAN_CHUNK),
+    saved=SavedTensors(inputs=None),
+    weight_share=0.0,
+    values={1: InputValues.SHARES},
 )

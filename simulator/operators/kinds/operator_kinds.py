@@ -129,6 +129,7 @@ KINDS: dict[str, OperatorKind] = {
         products.EXPERT_LINEAR,
         experts.MOE_COMBINE,
         attentions.PREFIX,
+        attentions.SELECTIVE_SCAN,
         attentions.ROTARY,
         norms.SOFTMAX,
         chains.ELEMENTWISE,

@@ -183,6 +183,50 @@ class OfLogits:
         return Moved((4.0 * FLOAT32 + narrowed) * logits, 3 if item == FLOAT32 else 4)
 
 
+@dataclass(frozen=True)
+class OfScan:
+    """A selective scan by chunks of time: its states are float32, and lie in memory by chunks.
+
+    Attributes:
+        chunk: steps of a chunk, which are put together in doubling distances.
+        passes: see `Traffic`.
+    """
+
+    chunk: int
+    passes: float = 2.0
+
+    def family(self, operator: Operator) -> str:
+        """See `Traffic`."""
+        return "elementwise"
+
+    def forward(self, operator: Operator, sizes: Sizes, choice: KernelChoice) -> Moved:
+        """See `Traffic`."""
+        chunks, doublings = self._course(operator, sizes)
+        # Of each state: decays and what is fed are made (5), put together, and read once more.
+        scalars = (6 + _PUT_TOGETHER * doublings) * self._states(operator, sizes)
+        return Moved(FLOAT32 * scalars, chunks * (8 + _KERNELS_OF_DOUBLING * doublings))
+
+    def backward(self, operator: Operator, sizes: Sizes, choice: KernelChoice) -> Moved:
+        """See `Traffic`."""
+        chunks, doublings = self._course(operator, sizes)
+        # States are made twice, what is asked of them once; five sums read them.
+        scalars = (34 + 3 * _PUT_TOGETHER * doublings) * self._states(operator, sizes)
+        return Moved(FLOAT32 * scalars, chunks * (40 + 3 * _KERNELS_OF_DOUBLING * doublings))
+
+    def _course(self, operator: Operator, sizes: Sizes) -> tuple[int, int]:
+        """Chunks, and how often the distance doubles in the longest."""
+        (steps,) = shape_of(operator.inputs[0].layout[-1:], sizes)
+        return math.ceil(steps / self.chunk), math.ceil(math.log2(min(steps, self.chunk)))
+
+    def _states(self, operator: Operator, sizes: Sizes) -> float:
+        return float(math.prod(sizes[dim.name] for dim in operator.dims))
+
+
+_PUT_TOGETHER = 12
+"""Scalars that a doubling reads and writes for each state: two products, a sum, two copies."""
+_KERNELS_OF_DOUBLING = 5
+
+
 def num_elements(layout: Layout, sizes: Sizes) -> int:
     """Scalars of a tensor with local sizes."""
     return math.prod(shape_of(layout, sizes))

@@ -363,6 +363,12 @@ def _combine(call: AtenCall) -> DraftTensor:
     )
 
 
+def _selective_scan(call: AtenCall) -> DraftTensor:
+    return call.builder.selective_scan(
+        *(call.tensor(name) for name in ("x", "dt", "a", "b", "c")), name=call.label("scan")
+    )
+
+
 _POOLED = ("self", "kernel_size", "stride", "padding", "ceil_mode")
 
 _CONVOLVED = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -402,6 +408,7 @@ OPERATOR_HANDLERS: dict[str, ReadingFunction[Callable[[AtenCall], Any]]] = {
     "stack": reads("tensors", "dim")(_stack),
     "stratagem::moe_dispatch": reads("x", "gates", "top_k", "capacity")(_dispatch),
     "stratagem::expert_linear": reads("x", "weight", "bias", "gates", "top_k")(_expert_linear),
+    "stratagem::selective_scan": reads("x", "dt", "a", "b", "c")(_selective_scan),
     "stratagem::moe_combine": reads("y", "gates", "top_k")(_combine),
 }
 """aten name, or that of an operator of ours → handler, and which arguments it reads."""

@@ -141,7 +141,7 @@ def _mixer(block: Any, *args: Any, **kwargs: Any) -> Any:
     """A mixer of a Mamba as it is, but for its scan."""
     home = sys.modules[_owner(block).__module__]
     original = home.mamba_selective_scan
-    vars(home)["mamba_selective_scan"] = functools.partial(_scan, original)
+    vars(home)["mamba_selective_scan"] = _scan
     try:
         return _owner(block).forward(block, *args, **kwargs)
     finally:
@@ -149,7 +149,6 @@ def _mixer(block: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scan(
-    original: Callable[..., Any],
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,  # noqa: N803 (transformers calls them so)
@@ -162,10 +161,7 @@ def _scan(
     return_last_state: bool = False,
     **others: Any,
 ) -> Any:
-    """Like transformers' function of that name; what it gives back beside y needs its own."""
-    if return_last_state:
-        given = (hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
-        return original(*given, return_last_state, **others)
+    """Like transformers' function of that name; how it computes (`others`) is all one."""
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
@@ -173,7 +169,16 @@ def _scan(
     made = scans.selective_scan(hidden_states, dt, A, B, C)
     if D is not None:
         made = made + hidden_states * D[None, :, None]
-    return made if z is None else made * functional.silu(z)
+    if z is not None:
+        made = made * functional.silu(z)
+    return (made, _last_state(hidden_states, dt, A, B)) if return_last_state else made
+
+
+def _last_state(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What a scan ends with: what each step took up, after the decay of all that follow."""
+    after = (dt.sum(-1, keepdim=True) - dt.cumsum(-1))[..., None]
+    taken = (dt * x)[..., None] * b.transpose(1, 2)[:, None]
+    return (torch.exp(after * a[:, None]) * taken).sum(2)
 
 
 _LAYOUT = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")

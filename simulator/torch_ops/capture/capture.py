@@ -12,9 +12,9 @@ from torch import nn
 from torch.export.graph_signature import InputKind, TensorArgument
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.torch_ops.blocks.module_rules import Rules, exchanged
 from stratagem.simulator.torch_ops.capture.exporting import export
 from stratagem.simulator.torch_ops.capture.walk import Walker
-from stratagem.simulator.torch_ops.moe.module_rules import Rules, exchanged
 
 
 def capture(

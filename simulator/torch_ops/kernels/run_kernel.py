@@ -39,6 +39,7 @@ from stratagem.simulator.torch_ops.kernels.norms import (
     rms_norm,
     softmax,
 )
+from stratagem.simulator.torch_ops.kernels.scans import selective_scan
 from stratagem.simulator.torch_ops.kernels.shards import (
     Kernel,
     PreparedKernel,
@@ -273,6 +274,7 @@ KERNELS: dict[str, Kernel] = {
     "attention": PreparedKernel(attention),
     "prefix": prefix,
     "rotary": rotary,
+    "selective_scan": selective_scan,
     "moe_weights": moe_weights,
     "moe_dispatch": moe_dispatch,
     "expert_linear": expert_linear,

@@ -37,7 +37,7 @@ DEVICE = CLUSTER.device_type(0)
 COSTS = RooflineCosts()
 FAULTS = """
 import resource, sys, threading, torch
-from stratagem.simulator.torch_ops.kernels.allocator import keep_freed_memory
+from stratagem.basics.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def train():

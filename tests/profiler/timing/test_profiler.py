@@ -116,6 +116,10 @@ def experts() -> OperatorGraph:
     both = [build.parameter(f"sum.w{i}", (6, 6)) for i in range(2)]
     x = build.linear_sum([x, build.pointwise("relu", x)], both)
     weights = build.moe_weights(gates, top_k=2, capacity=4)
+    states = [build.linear(x, build.parameter(f"{n}.w", (3, 6))) for n in "bc"]
+    decay = build.pointwise("neg", build.pointwise("exp", build.parameter("a", (6, 3))))
+    x = permute(x, (0, 2, 1))
+    x = build.selective_scan(x, x, decay, *(permute(each, (0, 2, 1)) for each in states))
     return build.build(build.pointwise("mul", build.mean(x), build.mean(weights)))
 
 

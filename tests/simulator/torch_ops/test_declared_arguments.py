@@ -34,7 +34,7 @@ def arguments_of(name: str) -> set[str]:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_argument_that_is_declared_is_one_of_the_operator(table: str) -> None:
-    import stratagem.simulator.torch_ops.moe.experts  # noqa: F401
+    import stratagem.simulator.torch_ops.blocks.experts  # noqa: F401
 
     for name, handler in TABLES[table].items():
         assert handler.names <= arguments_of(name), name

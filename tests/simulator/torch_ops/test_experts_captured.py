@@ -12,8 +12,8 @@ from torch.nn import functional
 import stratagem as sg
 from stratagem.searcher.space.strategies import expert_dims, expert_parallel
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
+from stratagem.simulator.torch_ops.blocks import experts
 from stratagem.simulator.torch_ops.capture.capture import capture
-from stratagem.simulator.torch_ops.moe import experts
 from tests.support.plans import (
     Case,
     assert_equal_to_torch,

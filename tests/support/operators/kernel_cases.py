@@ -174,6 +174,16 @@ def grouped(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def step_by_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A selective scan as it is written down: one step after the other."""
+    state, seen = torch.zeros(*x.shape[:2], a.shape[1], dtype=x.dtype), []
+    for t in range(x.shape[2]):
+        fed = (dt[:, :, t] * x[:, :, t])[..., None] * b[:, None, :, t]
+        state = torch.exp(dt[:, :, t, None] * a) * state + fed
+        seen.append((state * c[:, None, :, t]).sum(-1))
+    return torch.stack(seen, -1)
+
+
 @case
 def group_norm() -> Case:
     b, x, w = builder()
@@ -189,6 +199,13 @@ def group_norm_of_sequences() -> Case:
     b, x, _ = builder()
     made = b.group_norm(x(4, 6, 5), None, groups=3)
     return Case(operator_of(b, made), grouped(lambda x: functional.group_norm(x, 3)))
+
+
+@case
+def selective_scan() -> Case:
+    b, x, _ = builder()
+    made = b.selective_scan(x(3, 4, 6), x(3, 4, 6), x(4, 2), x(3, 2, 6), x(3, 2, 6))
+    return Case(operator_of(b, made), step_by_step)
 
 
 @case
