@@ -163,8 +163,9 @@ class Site:
                 settings = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
                 command = Path(f"/proc/{name}/cmdline").read_text().replace("\0", " ")
                 if mark in settings and command:
-                    ranks = [each[5:].decode() for each in settings if each[:5] == b"RANK="]
-                    found[int(name)] = (command, "".join(ranks))
+                    said = Path(f"/proc/{name}/fd/1").readlink()
+                    is_rank = said.name == "stdout.log"  # Among the logs, in a folder of its own.
+                    found[int(name)] = (command, said.parent.name if is_rank else "")
         return found
 
     def signal(self, number: int, words: str, rank: str = "") -> None:
@@ -227,7 +228,7 @@ def _to_command_line(*numbers: int) -> Callable[[Site], None]:
 FAULTS: dict[str, Fault] = {
     "rank killed": Fault(lambda site: site.signal(signal.SIGKILL, "stratagem.executor", "1")),
     "rank stopped": Fault(lambda site: site.signal(signal.SIGSTOP, "stratagem.executor", "0")),
-    "torchrun killed": Fault(lambda site: site.signal(signal.SIGKILL, "distributed.run")),
+    "starter killed": Fault(lambda site: site.signal(signal.SIGKILL, "rank_starter.py")),
     "keeper killed": Fault(lambda site: site.signal(signal.SIGKILL, "keeper.py")),
     "command line killed": Fault(_to_command_line(signal.SIGKILL)),
     "command line terminated": Fault(_to_command_line(signal.SIGTERM)),

@@ -66,7 +66,7 @@ def run_small_gpt() -> None:
     plan_file = OUT / "small-gpt-plan.json"
     result.plan.save(plan_file)
 
-    say(f"Running the plan: {STEPS} steps, one process a device, under torchrun with gloo …")
+    say(f"Running the plan: {STEPS} steps, one process a device, with gloo …")
     report = launch(plan_file, "examples.small_gpt:build", steps=STEPS, warmup=WARMUP, check=True)
     report.save(OUT / "small-gpt-run.json")
     report_check(report)

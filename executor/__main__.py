@@ -1,4 +1,4 @@
-"""One rank of a run that torchrun started.
+"""One rank of a run that torchrun started, or `launch`.
 
 torchrun --nproc-per-node N -m stratagem.executor plan.json --model module:function
 

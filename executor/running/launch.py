@@ -1,9 +1,8 @@
-"""Starting a run under torchrun from another program, such as a notebook."""
+"""Starting a run's ranks on this machine from another program, such as a notebook."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import sys
 import time
@@ -18,15 +17,13 @@ from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.world import default_backend
 from stratagem.executor.training.training_loop import warn_not_finite
-from stratagem.executor.watching.failures import failure_of, keep_logs
+from stratagem.executor.watching import rank_starter
+from stratagem.executor.watching.failures import STARTER_LOG, failure_of, first_ended, keep_logs
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.process_activity import ranks_here
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import ProcessBackend
-
-GRACE_SECONDS = 5
-"""How long torchrun waits for a rank to stop before it kills it."""
 
 LAST_SECONDS = 15.0
 """How long ranks may take to end once the result of their run is there."""
@@ -130,6 +127,7 @@ def launch(
             look=look,
             scratch=scratch,
             result=out,
+            backend=backend,
         )
         result = ExecutionResult.load(out)
     warn_not_finite(result.losses, result.first_step)
@@ -145,8 +143,9 @@ def run_ranks(
     look: Callable[[], None] | None = None,
     scratch: Scratch | None = None,
     result: Path | None = None,
+    backend: ProcessBackend = "gloo",
 ) -> None:
-    """Run a module as ranks under torchrun, to its end.
+    """Run a module as ranks of this machine, to its end, in the environment that torchrun makes.
 
     They find one another in a folder that only this user may enter, and listen to this machine
     alone. When this process ends, however it does, they end too.
@@ -160,6 +159,8 @@ def run_ranks(
         scratch: the run's folder; one for this call when left out.
         result: the file that rank 0 writes, whole, when all is done: with it the run has not
             failed any more, and ranks that then take long to end are stopped, with a warning.
+        backend: what they talk by. Ranks of a module of ours that talk by ``gloo`` are forked from
+            one process (`rank_starter`), all others are programs of their own.
 
     Raises:
         RuntimeError: when a rank fails, with its last lines, and where the logs of all are kept.
@@ -175,11 +176,13 @@ def run_ranks(
                 look=look,
                 scratch=own,
                 result=result,
+                backend=backend,
             )
     logs, store = scratch.folder / "logs", scratch.folder / "store"
     logs.mkdir()
     store.mkdir()
-    ending = _Ending(result, store)
+    ending = _Ending(result, logs, store)
+    ours = arguments[0].startswith("stratagem.")
 
     def over() -> bool:
         if look is not None:
@@ -187,10 +190,10 @@ def run_ranks(
         return ending.is_over()
 
     code = scratch.run(
-        [*_torchrun(num_ranks, logs, store), "-m", *arguments],
-        log=logs / "torchrun.log",
+        [*_starter(num_ranks, logs, store, forks=ours and backend == "gloo"), *arguments],
+        log=logs / STARTER_LOG,
         folder=folder,
-        environment=_environment(num_ranks, store, ours=arguments[0].startswith("stratagem.")),
+        environment=_environment(num_ranks, store, ours=ours),
         timeout=timeout,
         look=over,
     )
@@ -202,7 +205,7 @@ def run_ranks(
             f"it a longer timeout if it was not stuck"
         )
     elif code != 0:
-        failure = failure_of(logs)
+        failure = failure_of(logs, code)
         raise RuntimeError(f"a run of {num_ranks} ranks failed: {failure}\n{keep_logs(logs)}")
     return None
 
@@ -210,8 +213,8 @@ def run_ranks(
 class _Ending:
     """The end of a run whose result is there: ranks get a while to end by themselves."""
 
-    def __init__(self, result: Path | None, store: Path) -> None:
-        self._result, self._store = result, store
+    def __init__(self, result: Path | None, logs: Path, store: Path) -> None:
+        self._result, self._logs, self._store = result, logs, store
         self._since: float | None = None
         self._late: list[int] = []
 
@@ -227,8 +230,8 @@ class _Ending:
             self._since = time.monotonic()
         if time.monotonic() - self._since < LAST_SECONDS:
             return False
-        self._late = sorted(ranks_here(f"{STORE_FOLDER}={self._store}"))
-        return bool(self._late)  # What torchrun itself still has to do is its own.
+        self._late = sorted(ranks_here(f"{STORE_FOLDER}={self._store}", store=self._store))
+        return bool(self._late)  # What the starter itself still has to do is its own.
 
     def warn(self, code: int | None) -> None:
         """Say of a run that has its result what was wrong at its end."""
@@ -240,27 +243,31 @@ class _Ending:
                 stacklevel=4,
             )
         elif code != 0:
+            ended = first_ended(self._logs)
+            who = (
+                f"the run ended with exit code {code}"
+                if ended is None
+                else (f"rank {ended.rank} failed at its exit (exit code {ended.code})")
+            )
             warnings.warn(
-                f"a rank failed at its exit (torchrun's exit code {code}), after the run's result "
-                f"was written, which is kept",
+                f"{who}, after the run's result was written, which is kept",
                 stacklevel=4,
             )
 
 
-def _torchrun(num_ranks: int, logs: Path, store: Path) -> list[str]:
-    """torchrun, whose own rendezvous is a file, and which then listens nowhere."""
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={store / 'torchrun'}"),
-        # One node is alone there: nobody needs to hear often that it lives, and the file grows.
-        "--rdzv-conf=store_type=file,keep_alive_interval=86400",
-        *(f"--rdzv-id={secrets.token_hex(16)}", "--local-addr=127.0.0.1"),
-        *("--log-dir", str(logs), "--redirects", "3"),
-    ]
+def _starter(num_ranks: int, logs: Path, store: Path, *, forks: bool) -> list[str]:
+    """The command of what starts the ranks, without their module and its arguments.
+
+    Where it imports nothing for them it needs no more than Python's own library itself.
+    """
+    how = rank_starter.FORK if forks else rank_starter.EXEC
+    flags = ["-u"] if forks else ["-u", "-I", "-S"]
+    file = str(rank_starter.__file__)
+    return [sys.executable, *flags, file, how, str(num_ranks), str(logs), str(store)]
 
 
 def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
-    """What torchrun and its ranks are told: to meet in a folder, and to stay on this machine.
+    """What all ranks are told: to meet in a folder, and to stay on this machine.
 
     A module of `ours` looks for models in the current folder itself, after all else.
     """
@@ -268,11 +275,9 @@ def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("NCCL_DEBUG", "WARN")  # Else its errors say only that it has more.
-    environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return environment | {
         STORE_FOLDER: str(store),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,

@@ -7,22 +7,35 @@ import re
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
 from stratagem.basics.source_places import LOGS_OF, place_in
+from stratagem.executor.watching.rank_starter import ENDED
 from stratagem.executor.watching.watch import RankError
 
 TAIL_LINES = 20
 """Lines of the failing rank that an error shows."""
 
+STARTER_LOG = "starter.log"
+"""The file, among the logs, of what the rank starter says."""
+
 KEPT_LOGS = 10
 """Failed runs whose logs are kept."""
 
 
-def failure_of(logs: Path) -> str:
-    """What the rank that failed first said last; else what any rank said, or torchrun.
+@dataclass(frozen=True)
+class Ended:
+    """A rank that ended and failed: its exit code, or the negative number of a signal."""
+
+    rank: int
+    code: int
+
+
+def failure_of(logs: Path, code: int) -> str:
+    """What the rank that failed first said last; else what any rank said, or what started them.
 
     A rank that only stopped because of another one counts where no other has told anything.
     """
@@ -33,32 +46,43 @@ def failure_of(logs: Path) -> str:
             text = str(message["message"])
             follows = text.startswith(RankError.__name__)
             when = float(message["extraInfo"]["timestamp"])
-            code = place_in(str(message["extraInfo"].get("py_callstack", "")))
-            failed.append((follows, when, path.parent, text, code))
+            source = place_in(str(message["extraInfo"].get("py_callstack", "")))
+            failed.append((follows, when, path.parent, text, source))
         except (ValueError, KeyError, TypeError):
             continue
     if failed:
-        follows, _, folder, text, code = min(failed)
+        follows, _, folder, text, source = min(failed)
         if follows:
             return text.partition(": ")[2]
         lines = _tail(folder / "stderr.log")
         place = [line for line in lines if line.startswith(f"rank {folder.name} was at ")]
-        ended = f"rank {folder.name} ended with {text}{f' ({code})' if code else ''}"
+        ended = f"rank {folder.name} ended with {text}{f' ({source})' if source else ''}"
         first = "; ".join([ended, *place[-1:]])
         return "\n".join([first, *lines])
     written = [path for path in sorted(logs.rglob("stderr.log")) if path.stat().st_size]
     if written:
         return "\n".join([f"rank {written[0].parent.name} wrote", *_tail(written[0])])
-    return "\n".join([_first_lost(logs), "torchrun wrote", *_tail(logs / "torchrun.log")])
+    said = _tail(logs / STARTER_LOG)
+    return "\n".join(
+        [_first_lost(logs, code), *(["the rank starter wrote", *said] if said else [])]
+    )
 
 
-def _first_lost(logs: Path) -> str:
-    """Which rank ended first, in torchrun's words: it did so before it could say anything."""
-    text = (logs / "torchrun.log").read_text(errors="replace")
-    cause = re.search(r"Root Cause.*?rank *: (\d+).*?exitcode *: (\S+)", text, re.DOTALL)
-    if cause is None:
-        return "no rank started"
-    return f"rank {cause[1]} ended with exit code {cause[2]} before it joined the run"
+def _first_lost(logs: Path, code: int) -> str:
+    """Which rank ended first, without having said anything, or how the starter of all did."""
+    ended = first_ended(logs)
+    if ended is None:
+        return f"no rank said anything, and the rank starter ended with exit code {code}"
+    return f"rank {ended.rank} ended with exit code {ended.code} before it joined the run"
+
+
+def first_ended(logs: Path) -> Ended | None:
+    """The rank that failed first, as the rank starter saw it; None where none has."""
+    try:
+        found = json.loads((logs / ENDED).read_text("utf-8"))
+        return Ended(int(found["rank"]), int(found["code"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tail(path: Path) -> list[str]:

@@ -1,11 +1,11 @@
 """Keeps the processes and the folder of a run: whoever ends the caller, nothing of either stays.
 
-    caller ── command, end ──▶ keeper ── torchrun ── ranks and what they start
+    caller ── command, end ──▶ keeper ── rank starter ── ranks and what they start
     caller ◀── exit code ───── keeper: is the caller there? is a process of the run left over?
 
 This file is run by its path, alone and without site packages, so that it is there in an instant.
 What a run starts and leaves behind becomes a child of the keeper, which ends it. A keeper that is
-killed takes torchrun with it, and torchrun its ranks.
+killed takes the starter with it (`rank_starter`), and that its ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ POLL_SECONDS = 0.1
 """How often the keeper looks around."""
 
 STOP_SECONDS = 12.0
-"""How long torchrun gets to stop its ranks."""
+"""How long a command gets to stop what it has started."""
 
 ORPHAN_SECONDS = 3.0
-"""How long ranks whose torchrun is gone get to say so, and to end."""
+"""How long ranks whose starter is gone get to say so, and to end."""
 
 STOP, END = b"stop\n", b"end\n"
 """What the caller says: that the command is to stop, that it needs the folder no more."""
@@ -115,7 +115,7 @@ def _control(option: int, value: int) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask torchrun to stop, which stops its ranks; insist if it does not."""
+    """Ask the command to stop, and so its ranks; insist if it does not."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ others read what rank 0 found, so a second takes as many messages as there are r
     every rank   ◀── fault ◀──── store ◀── the first rank that failed, or rank 0's finding
 
 A rank that waits in a collective cannot be interrupted, so a thread ends its process: it leaves
-the error for torchrun, writes it to standard error and exits.
+the error as torchrun wants it, writes it to standard error and exits.
 
 Watching begins before the ranks join one another, so that it also tells of one that never comes.
 """
@@ -29,7 +29,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from stratagem.executor.backends.rank_stores import WatchStore, watch_store
+from stratagem.executor.backends.rank_stores import STORE_FOLDER, WatchStore, watch_store
 from stratagem.executor.watching.judges import PERIOD, Beat, Follower, Judge, Limits, not_arrived
 from stratagem.executor.watching.process_activity import Activity, ranks_here, state_of
 from stratagem.executor.watching.rank_place import Place, RunPoint
@@ -181,12 +181,18 @@ class Watch:
             self._store.compare_set("fault", "", text)
 
     def _kill(self, rank: int) -> None:
-        """End a stopped rank of this machine, which torchrun cannot ask to end.
+        """End a stopped rank of this machine, which cannot be asked to end.
 
-        Which process that is, the system says: what is in a store decides about no process.
+        Only what the system shows to be a rank of this run: what is in a store decides about no
+        other process.
         """
-        run = f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-        pid = ranks_here(run, self._parent).get(rank)
+        run = STORE_FOLDER if STORE_FOLDER in os.environ else "TORCHELASTIC_RUN_ID"
+        store = os.environ.get(STORE_FOLDER)
+        pid = ranks_here(
+            f"{run}={os.environ.get(run, '')}",
+            self._parent,
+            store=None if store is None else Path(store),
+        ).get(rank)
         if pid is not None and state_of(pid) in "Tt":
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -202,7 +208,7 @@ class Watch:
             terminated = self._signals.wait(JUDGE_SECONDS)
             self._unheard += 1
             if os.getppid() != self._parent:
-                self._end("torchrun, which started this rank, is gone")
+                self._end(f"{_starter()}, which started this rank, is gone")
             if self._closing is not None:
                 if time.monotonic() - self._closing > CLOSING_SECONDS:
                     self._end(self._failure)
@@ -268,16 +274,16 @@ class Watch:
         return None
 
     def _missing(self) -> str | None:
-        """That ranks have never told anything, which is why torchrun stops the others."""
+        """That ranks have never told anything, which is why the others are stopped."""
         with suppress(RuntimeError):
             known = self._beats(range(self._world_size))
             missing = [rank for rank in range(self._world_size) if rank not in known]
             if missing:
-                return not_arrived(missing, "when torchrun stopped the others")
+                return not_arrived(missing, f"when {_starter()} stopped the others")
         return None
 
     def _end(self, text: str) -> NoReturn:
-        """End the process now, with an error that torchrun and people find."""
+        """End the process now, with an error that people find, and what started it."""
         with self._ending:
             error = RankError(f"{text}; rank {self._rank} stops at {self.place.now}")
             with suppress(OSError):
@@ -295,6 +301,11 @@ def _connect(rank: int, limits: Limits) -> WatchStore:
         raise RankError(
             f"rank {rank} does not reach the store of the run within {limits.stalled:g} s: {error}"
         ) from error
+
+
+def _starter() -> str:
+    """What has started this rank."""
+    return "torchrun" if os.environ.get(STORE_FOLDER) is None else "the rank starter"
 
 
 def _beat_key(rank: int) -> str:

@@ -59,7 +59,7 @@ def test_nothing_of_the_current_folder_runs_without_a_model(
 
 @pytest.mark.slow
 def test_a_model_of_the_current_folder_trains_beside_such_files(trapped: Path) -> None:
-    """The ranks and torchrun start in that folder, too."""
+    """The ranks and what starts them start in that folder, too."""
     shutil.copytree(ROOT / "examples", trapped / "examples")
     (trapped / "endings.py").write_text(MODEL)
     batch = {"x": torch.randn(4, 6), "target": torch.randint(0, 3, (4,))}

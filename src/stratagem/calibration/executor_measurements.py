@@ -299,5 +299,6 @@ def measure_collectives(
             timeout=timeout,
             scratch=scratch,
             result=path,
+            backend=backend,
         )
         return decode(read_text(path, "link timings"), list[CollectiveTiming], "link timings")

@@ -395,7 +395,7 @@ def execute(
         cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph; where that
             cannot be, a warning says why.
         backend: ``local`` runs all ranks as threads of this process, exact but not timed as a
-            cluster would be; ``gloo`` starts a process for each, under torchrun, and gives them
+            cluster would be; ``gloo`` starts a process for each on this machine, and gives them
             the same batches, drawn here; ``nccl`` does so with a GPU for each.
         progress: False shows nothing.
 

@@ -59,7 +59,7 @@ def run_processes(
     timeout: float | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
-    """Like `execute`, with a process for every device of the plan, under torchrun.
+    """Like `execute`, with a process of this machine for every device of the plan.
 
     Raises:
         ValueError: when the plan cannot be executed, or a batch does not fit.
@@ -122,6 +122,7 @@ def run_processes(
                 look=look,
                 scratch=scratch,
                 result=Path(name, RESULT),
+                backend=backend,
             )
         found = torch.load(Path(name, RESULT), map_location="cpu", weights_only=True)
     result = ExecutionResult.from_json(found["result"])

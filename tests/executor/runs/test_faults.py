@@ -30,6 +30,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.processes import rank_of
 
 ROOT = Path(__file__).parents[3]
 STOP_SECONDS = 30.0
@@ -116,8 +117,14 @@ def never_built():
 AT_START = """
 import os, signal, time
 
-if os.environ.get("RANK") == "{rank}":
-    {does}
+
+def begin():
+    if os.environ.get("RANK") == "{rank}":
+        {does}
+
+
+begin()
+os.register_at_fork(after_in_child=begin)
 """
 
 
@@ -175,15 +182,8 @@ def processes(folder: Path) -> list[tuple[int, list[str]]]:
 
 def ranks(folder: Path) -> dict[int, int]:
     """The process of every rank of a run of the plan in a folder."""
-    found = {}
-    for pid, arguments in processes(folder):
-        if "torch.distributed.run" not in arguments:
-            try:
-                settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            except OSError:
-                continue
-            found |= {int(s[5:]): pid for s in settings if s.startswith("RANK=")}
-    return found
+    found = {pid: rank_of(pid) for pid, _ in processes(folder)}
+    return {rank: pid for pid, rank in found.items() if rank is not None}
 
 
 def wait_for(what: Callable[[], object], seconds: float = 120.0) -> None:

@@ -1,4 +1,4 @@
-"""Runs whose caller, torchrun or network is not as it should be: nothing is open or left over."""
+"""Runs whose caller, starter or network is not as it should be: nothing is open or left over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from stratagem.executor.watching.process_activity import ranks_here, state_of
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.executor.watching.watch import RankError, Watch
 from tests.executor.runs.test_faults import make_plan
+from tests.support.processes import rank_of
 
 ROOT = Path(__file__).parents[3]
 END_SECONDS = 15.0
@@ -127,22 +128,22 @@ def is_training(place: Path) -> bool:
     return "training: 0%" in (place / "told.txt").read_text()
 
 
-def listening(pids: dict[int, str]) -> list[tuple[str, str]]:
-    """The address and command of every socket that processes listen on."""
+def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
+    """The address and process of every socket that processes listen on."""
     owners = {}
-    for pid, command in pids.items():
+    for pid in pids:
         for each in Path(f"/proc/{pid}/fd").iterdir():
             try:
-                owners[each.readlink().name] = command
+                owners[each.readlink().name] = pid
             except OSError:
                 continue
     found = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
-            command = owners.get(f"socket:[{words[9]}]")
-            if command is not None and (words[3] == LISTENS or table.startswith("udp")):
-                found.append((words[1].partition(":")[0], command))
+            pid = owners.get(f"socket:[{words[9]}]")
+            if pid is not None and (words[3] == LISTENS or table.startswith("udp")):
+                found.append((words[1].partition(":")[0], pid))
     return found
 
 
@@ -157,7 +158,7 @@ def test_a_run_listens_to_its_own_machine_only(place: Path) -> None:
         sockets = listening(run)
         assert sockets, "the ranks of gloo connect by sockets"
         assert all(address in LOOPBACK for address, _ in sockets), sockets
-        assert all("torch.distributed.run" not in command for _, command in sockets)
+        assert {rank_of(pid) for _, pid in sockets} == {0, 1}
         (folder,) = (place / "scratch").glob("stratagem-*")
         assert folder.stat().st_mode & 0o077 == 0
     finally:
@@ -180,11 +181,11 @@ def test_a_caller_that_is_ended_takes_its_run_with_it(place: Path, number: int) 
 
 
 @pytest.mark.slow
-def test_a_run_whose_torchrun_is_killed_at_its_start_leaves_no_rank(place: Path) -> None:
+def test_a_run_whose_starter_is_killed_at_its_start_leaves_no_rank(place: Path) -> None:
     caller = started(place)
-    wait_for(lambda: any(" -u -m stratagem.executor" in each for each in of_run(place).values()))
+    wait_for(lambda: {rank_of(pid) for pid in of_run(place)} >= {0, 1})
     for pid, command in of_run(place).items():
-        if "torch.distributed.run" in command:
+        if "rank_starter.py" in command and rank_of(pid) is None:
             os.kill(pid, signal.SIGKILL)
     assert caller.wait(END_SECONDS) == 2
     assert not of_run(place)
