@@ -32,6 +32,7 @@ from stratagem.executor.results.saved_outputs import save_outputs
 from stratagem.executor.results.verdict import Verdict
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.execute import check_forward, check_world, prepare
+from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.named_functions import make_data, make_model, make_rate
 from stratagem.executor.running.planned_graph import planned_graph
 from stratagem.executor.running.torch_reference import reference_of
@@ -184,6 +185,11 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
     return Limits(
         stalled=arguments.timeout, patience=arguments.patience, preparing=arguments.preparing
     )
+
+
+def before_fork() -> None:
+    """Load once, for all ranks that are forked, what each would load in its first step."""
+    load_first_uses(captures=True)
 
 
 @record

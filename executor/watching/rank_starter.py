@@ -89,6 +89,8 @@ class Starter:
     def _forked_module(self) -> ModuleType | None:
         """What ranks run, imported for all of them; None, and why, where a fork is not safe."""
         module = _imported(self._command[0])
+        if hasattr(module, "before_fork"):
+            module.before_fork()
         others = other_threads()
         if others:
             _say(
@@ -266,7 +268,7 @@ def other_threads() -> list[str]:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module that `python -m` would run for a name."""
+    """The module that `python -m` would run for a name, which has a `main`."""
     found = importlib.util.find_spec(name)
     is_package = found is not None and found.submodule_search_locations is not None
     return importlib.import_module(f"{name}.__main__" if is_package else name)

@@ -23,6 +23,7 @@ from stratagem.executor.checkpoints.index import CheckpointIndex, Course
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult, not_graphed
 from stratagem.executor.running.execute import execute
+from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.learning_rates import Rate, rates_of
@@ -151,6 +152,11 @@ def _feeder(
         batches.seek((course.epoch, 0))
     count = course.batch + options.steps - course.step
     return Feeder(folder, batches, num_batches=count, num_ranks=plan.num_devices)
+
+
+def before_fork() -> None:
+    """Load once, for all ranks that are forked, what each would load in its first step."""
+    load_first_uses(captures=False)
 
 
 def main() -> None:

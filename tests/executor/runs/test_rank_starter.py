@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stratagem.executor.running.launch import run_ranks
+from examples.models import MLP
+from stratagem.executor.running.launch import launch, run_ranks
 from stratagem.executor.watching import rank_starter
 from stratagem.executor.watching.process_activity import ranks_here, state_of
+from stratagem.simulator.plan.provenance import ProcessBackend
+from tests.executor.runs.test_faults import make_plan
 from tests.executor.runs.test_run_ends import wait_for
 from tests.support.processes import rank_of
 
@@ -396,6 +400,75 @@ def test_a_run_that_fails_before_its_ranks_says_why(
     told = str(caught.value)
     assert "no rank said anything, and the rank starter ended with exit code 1" in told
     assert "ModuleNotFoundError: No module named 'stratagem.nowhere'" in told
+
+
+class Told:
+    """Stands for a run's folder, and keeps the command that is to be run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, command: list[str], **given: object) -> int:
+        self.command = command
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "how"),
+    [
+        ("stratagem.executor", "gloo", "fork"),
+        ("stratagem.executor", "nccl", "exec"),
+        ("somebody.elses", "gloo", "exec"),
+    ],
+)
+def test_only_ranks_of_ours_on_cpus_are_forked(
+    tmp_path: Path, module: str, backend: ProcessBackend, how: str
+) -> None:
+    """CUDA does not survive a fork, and what somebody else's module imports may not either."""
+    told = Told(tmp_path)
+    run_ranks([module, "plan.json"], 3, scratch=told, backend=backend)  # type: ignore[arg-type]
+    after = told.command[told.command.index(STARTER) + 1 :]
+    assert after[:2] == [how, "3"]
+    assert after[4:] == [module, "plan.json"]
+
+
+MODEL = """
+import atexit, os, sys
+from pathlib import Path
+
+import torch
+from examples.models import MLP
+
+
+def build():
+    before = set(sys.modules)
+
+    def tell():
+        forked = "forked" if "rank_starter.py" in " ".join(sys.orig_argv) else "not forked"
+        found = [forked, *sorted(set(sys.modules) - before)]
+        Path(os.environ["RANK"] + ".txt").write_text("\\n".join(found))
+
+    atexit.register(tell)
+    return MLP([6, 8, 3]), {"x": torch.randn(4, 6), "target": torch.randint(0, 3, (4,))}
+"""
+
+
+@pytest.mark.slow
+def test_forked_ranks_import_nothing_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch and numba load at the first capture, gradient and kernel is there by then."""
+    (tmp_path / "loads.py").write_text(MODEL)
+    batch = {"x": torch.randn(4, 6), "target": torch.randint(0, 3, (4,))}
+    make_plan(MLP([6, 8, 3]), batch).save(tmp_path / "plan.json")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+    monkeypatch.chdir(tmp_path)
+    launch("plan.json", "loads:build", steps=2, timeout=180)
+    for rank in range(2):
+        how, *loaded = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert how == "forked"
+        heavy = ("sympy", "networkx", "scipy", "numba", "torch._dynamo", "torch._functorch")
+        assert not [each for each in loaded if each.startswith(heavy)]
 
 
 @pytest.mark.parametrize("code", [0, 3])

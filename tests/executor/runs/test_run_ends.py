@@ -169,15 +169,41 @@ def test_a_run_listens_to_its_own_machine_only(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+    [
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGKILL,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
+    ],
 )
 def test_a_caller_that_is_ended_takes_its_run_with_it(place: Path, number: int) -> None:
+    """Ctrl-C is heard by all that share the caller's terminal, as the run's processes do not."""
     caller = started(place, "--checkpoint", "kept", "--every", "5")
     wait_for(lambda: is_training(place))
-    caller.send_signal(number)
+    os.killpg(caller.pid, number)
     caller.wait(END_SECONDS)
     wait_for(lambda: not of_run(place), END_SECONDS)
     wait_for(lambda: not list((place / "scratch").glob("stratagem-*")), END_SECONDS)
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_meet(place: Path) -> None:
+    """Of one process: each has a folder, a secret and a starter of its own."""
+    found: dict[int, tuple[float, ...]] = {}
+
+    def run(steps: int) -> None:
+        report = launch(
+            "plan.json", "endings:build", data="endings:rows", steps=steps, timeout=120
+        )
+        found[steps] = report.losses
+
+    threads = [threading.Thread(target=run, args=(steps,)) for steps in (3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found[5]) == 5
+    assert found[3] == found[5][:3]
 
 
 @pytest.mark.slow
