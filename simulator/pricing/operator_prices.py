@@ -107,58 +107,29 @@ class OperatorPricer:
         keeping = {key: self._footprint(operator, uses, c) for key, c in kept.items()}
         footprints = [keeping[choice.config, choice.zero] for choice in choices]
         again = [runs_again and choice.recompute for choice in choices]
-        forward, backward, input_gradient, weight_gradient, recompute = timed_rows(
-            [
-                [p.forward for p in passes],
-                [
-                    _adding(p.backward, m, c)
-                    for p, m, c in zip(passes, moved, choices, strict=True)
-                ],
-                [p.input_gradient for p in passes],
-                [
-                    _adding(p.weight_gradient, m, c)
-                    for p, m, c in zip(passes, moved, choices, strict=True)
-                ],
-                [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
-            ]
-        )
-        launch_forward, launch_backward, launch_recompute = timed_rows(
-            [
-                [self._launch(i, c, Direction.FORWARD) for c in choices],
-                [self._launch(i, c, Direction.BACKWARD) for c in choices],
-                [
-                    self._launch(i, c, Direction.FORWARD) if a else IDLE
-                    for c, a in zip(choices, again, strict=True)
-                ],
-            ]
-        )
-        gather, sync, each_sync, update, publish, stash = timed_rows(
-            [
-                [m.gather for m in moved],
-                [m.sync for m in moved],
-                [m.each_sync for m in moved],
-                [m.update for m in moved],
-                [m.publish for m in moved],
-                [self._copy(m.stash_bytes) for m in moved],
-            ]
-        )
+        both = list(zip(passes, moved, choices, strict=True))
+        there = [self._launch(i, choice, Direction.FORWARD) for choice in choices]
+        times = {
+            "forward": [p.forward for p in passes],
+            "backward": [_adding(p.backward, m, c) for p, m, c in both],
+            "input_gradient": [p.input_gradient for p in passes],
+            "weight_gradient": [_adding(p.weight_gradient, m, c) for p, m, c in both],
+            "recompute": [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
+            "launch_forward": there,
+            "launch_backward": [self._launch(i, c, Direction.BACKWARD) for c in choices],
+            "launch_recompute": [t if a else IDLE for t, a in zip(there, again, strict=True)],
+            "gather": [m.gather for m in moved],
+            "sync": [m.sync for m in moved],
+            "each_sync": [m.each_sync for m in moved],
+            "update": [m.update for m in moved],
+            "publish": [m.publish for m in moved],
+            "stash": [self._copy(m.stash_bytes) for m in moved],
+        }
+        timed = timed_rows(list(times.values()))
         return OperatorRow(
+            **dict(zip(times, timed, strict=True)),
             choices=choices,
             pieces=np.array([choice.chunks for choice in choices], dtype=np.int64),
-            forward=forward,
-            backward=backward,
-            input_gradient=input_gradient,
-            weight_gradient=weight_gradient,
-            recompute=recompute,
-            launch_forward=launch_forward,
-            launch_backward=launch_backward,
-            launch_recompute=launch_recompute,
-            gather=gather,
-            sync=sync,
-            each_sync=each_sync,
-            update=update,
-            publish=publish,
-            stash=stash,
             sync_latency=tuple(m.latency for m in moved),
             relative_error=np.array([p.relative_error for p in passes]),
             sources=tuple(p.source for p in passes),
@@ -363,6 +334,8 @@ class OperatorPricer:
     def _parameters(
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
     ) -> _Moved:
+        if not operator.weights:
+            return UNMOVED
         sync, gather, update, used = IDLE, IDLE, IDLE, 0
         updated: Counter[str] = Counter()
         trained: dict[str, Training] = {}
@@ -510,6 +483,10 @@ class _Moved:
     stash_bytes: int
     latency: Mapping[str, tuple[int, float]]
     add_seconds: float
+
+
+UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, 0.0)
+"""Of an operator without parameters."""
 
 
 def _adding(passed: Priced, moved: _Moved, choice: Choice) -> Priced:

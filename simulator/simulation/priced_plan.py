@@ -156,13 +156,7 @@ class PlanModel:
     @cached_property
     def block_times(self) -> tuple[dict[int, Times], ...]:
         """Per stage the times of its blocks by kind; equal stages are played once."""
-        played: dict[tuple[int, tuple[int, ...]], dict[int, Times]] = {}
-        for stage in self.stages:
-            # Stages of one shape share their pool (see `StageShapes`).
-            shape = id(stage.blocks.pool_ns), stage.split
-            if shape not in played:
-                played[shape] = block_times(stage)
-        return tuple(played[id(stage.blocks.pool_ns), stage.split] for stage in self.stages)
+        return tuple(map(_block_times, self.stages))
 
     def split_along(self, axes: Sequence[Sequence[int]]) -> PlanModel:
         """The same with the devices of each stage cut into cells along other axes of its mesh.
@@ -281,6 +275,19 @@ def _stage(priced: PricedPipeline, s: int) -> StageModel:
     tensors = StageTensors(s, lifetimes, lifetimes.bytes_under(only), priced.graph.names)
     blocks = priced.blocks[s]
     return StageModel(priced.builders[s], table, blocks, tensors, pinned_axes(table, only))
+
+
+def _block_times(stage: StageModel) -> dict[int, Times]:
+    """The same of all stages of one shape, of other plans too: they share their pool.
+
+    See `StageShapes`.
+    """
+    memory, pool = stage.builder.memory, stage.blocks.pool_ns
+    key = "block times", id(pool), stage.table.mesh.shape, stage.split
+    weight = len(stage.table.operators)
+    _, found = memory.stages.get(key, lambda: (pool, block_times(stage)), weight)
+    times: dict[int, Times] = found
+    return times
 
 
 def block_times(stage: StageModel) -> dict[int, Times]:

@@ -96,7 +96,9 @@ class MeshPricer:
         return self.situation.builder(small, mesh)
 
     def profiles(self, variants: Sequence[Variant]) -> list[Profile]:
-        """Profiles of variants that have one layout."""
+        """Profiles of variants, whose choices are priced together."""
+        if not variants:
+            return []
         graph = self.builder.graph
         choices: dict[int, tuple[Choice, ...]] = {}
         numbers = np.zeros((len(variants), len(graph.operators)), dtype=np.int64)

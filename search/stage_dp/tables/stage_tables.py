@@ -131,17 +131,19 @@ class TableMaker:
         for mesh in self._meshes(devices):
             capacity = self.limits.capacity(mesh.memory_bytes(self.situation.cluster))
             pricer = MeshPricer(self.chain, self.situation, mesh, self.num_microbatches)
+            found: list[Variant] = []
+            sends: list[Ints] = []
             for layout in self.layouts:
                 self.situation.clock.check()
-                found = list(variants(pricer.builder.graph, mesh.shape, layout, limits))
-                if not found:
-                    continue
-                sends = pricer.sends(found[0])
-                for profile in pricer.profiles(found):
-                    costs = profile.range_costs(self.chain, limit=self.limit, whole=whole)
-                    for draft in makers.values():
-                        draft.offer(costs, sends, capacity, len(ways))
-                    ways.append(Ways(mesh.shape[1], profile.variant))
+                listed = list(variants(pricer.builder.graph, mesh.shape, layout, limits))
+                if listed:
+                    sends += [pricer.sends(listed[0])] * len(listed)
+                    found += listed
+            for profile, sent in zip(pricer.profiles(found), sends, strict=True):
+                costs = profile.range_costs(self.chain, limit=self.limit, whole=whole)
+                for draft in makers.values():
+                    draft.offer(costs, sent, capacity, len(ways))
+                ways.append(Ways(mesh.shape[1], profile.variant))
         return {mode: draft.finish(len(devices), ways) for mode, draft in makers.items()}
 
     def _meshes(self, devices: range) -> Iterator[DeviceMesh]:
