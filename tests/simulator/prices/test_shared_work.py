@@ -36,8 +36,10 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.pricing import row_memory
 from stratagem.simulator.pricing.cost_rows import timed, timed_rows
 from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
@@ -216,6 +218,60 @@ def test_plans_simulated_shortly_before_are_remembered_by_what_runs(
     anew.simulate(replace(plans[0], bucket_bytes=10**9))
     assert anew.simulate(plans[0]) is kept[0]
     assert anew.simulate(kept[1].plan) is not kept[1]
+
+
+@pytest.mark.parametrize("most", [30_000, 40])
+def test_stages_of_other_plans_change_no_simulation(most: int) -> None:
+    """Plans share tables, blocks, lifetimes and boundaries; what is forgotten is made again."""
+    situation = Situation(TEXT, CLUSTER, Training(), default_costs())
+    situation.memory.stages = RecentValues(most)
+    apart = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
+    plans = [
+        replace(plan, schedule=schedule, bucket_bytes=bucket)
+        for schedule in ("1f1b", "gpipe")
+        for plan in pipeline_plans(situation, "1f1b", "pipeline")[:3]
+        for bucket in (0, 4096)
+    ]
+    plans += [replace(plan, cluster=apart) for plan in plans]
+    for plan in (*plans, *plans[::-1]):
+        alone = simulate_plan(plan, TEXT, default_costs())
+        found = simulate_plan(plan, TEXT, default_costs(), memory=situation.memory)
+        assert found.step_time == alone.step_time
+        assert [(m.peak, m.alive) for m in found.memory] == [
+            (m.peak, m.alive) for m in alone.memory
+        ]
+        assert found.relative_error == alone.relative_error
+
+
+def test_values_that_nobody_asks_for_are_forgotten() -> None:
+    values, made = RecentValues[str](10), list[str]()
+
+    def get(key: str, weight: int) -> str:
+        def make() -> str:
+            made.append(key)
+            return key.upper()
+
+        return values.get(key, make, weight)
+
+    assert [get("a", 4), get("b", 4), get("a", 4), get("c", 4)] == ["A", "B", "A", "C"]
+    assert made == ["a", "b", "c"]
+    assert "a" in values
+    assert "b" not in values
+    # One that outweighs all others is there alone; then there is room for two again.
+    assert get("d", 99) == "D"
+    assert len(values) == 1
+    assert [get("d", 99), get("e", 4), get("f", 4), get("e", 4)] == ["D", "E", "F", "E"]
+    assert made == ["a", "b", "c", "d", "e", "f"]
+
+
+def test_numbers_of_values_outlive_those_found_by_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_memory, "SEEN", 3)
+    memory = RowMemory()
+    values = [(k, "a value") for k in range(8)]
+    numbers = [memory.number(value) for value in values]
+    assert [memory.number((k, "a value")) for k in range(8)] == numbers == list(range(8))
 
 
 def test_rows_timed_at_once_are_those_of_each() -> None:
