@@ -235,8 +235,7 @@ class OperatorPricer:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
         piece = self._piece_sizes(operator, sizes, choice)
         operator = with_loads(operator, self.training.expert_loads)
-        types = tuple(device.name for device in self.devices)
-        key = self.number(operator.signature), tuple(piece.values()), direction, types
+        key = self.number(operator.signature), tuple(piece.values()), direction, self._types
         if key not in self.known:
             found = [
                 costs.launch_seconds(operator, piece, direction, self.training, device)
@@ -259,6 +258,10 @@ class OperatorPricer:
         return {**sizes, dim: sizes[dim] // choice.chunks}
 
     @cached_property
+    def _types(self) -> tuple[str, ...]:
+        return tuple(device.name for device in self.devices)
+
+    @cached_property
     def _stretch(self) -> float:
         """How much longer computing takes since devices wait for whichever is slow just then."""
         return 1 + max((link.wait for link in self.links), default=0.0)
@@ -267,10 +270,9 @@ class OperatorPricer:
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
         """The cost on the slowest of the stage's device types: all devices wait for it."""
-        types = tuple(device.name for device in self.devices)
         operator = with_loads(operator, self.training.expert_loads)
         kind = self.number(operator.signature)
-        key = kind, tuple(sizes.values()), direction is Direction.FORWARD, types
+        key = kind, tuple(sizes.values()), direction is Direction.FORWARD, self._types
         if key not in self.known:
             self.known[key] = self._cost(operator, sizes, direction)
         seconds, error, source = self.known[key]

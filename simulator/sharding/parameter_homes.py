@@ -158,9 +158,13 @@ def trainable_weights(graph: OperatorGraph, operator: Operator) -> tuple[Weight,
 
 def makes_input_gradients(graph: OperatorGraph, i: int) -> bool:
     """Whether anybody waits for gradients of an operator's inputs: not of a first layer's."""
-    return any(
-        graph.needs_gradient[graph.index[read.source]] for read in graph.operators[i].inputs
-    )
+    known: tuple[bool, ...] | None = graph.derived.get(makes_input_gradients)
+    if known is None:
+        needed = {name: graph.needs_gradient[j] for name, j in graph.index.items()}
+        known = graph.derived[makes_input_gradients] = tuple(
+            any(needed[read.source] for read in operator.inputs) for operator in graph.operators
+        )
+    return known[i]
 
 
 def weight_share(graph: OperatorGraph, i: int) -> float:

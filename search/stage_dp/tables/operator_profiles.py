@@ -210,7 +210,8 @@ class BoundaryPricer:
         names = self.chain.compact.graph.names
         edge = self.chain.compact.graph.edges[number]
         ours, theirs = choices[0][names[edge.producer]], choices[1][names[edge.consumer]]
-        key = (number, ends[0].mesh, ends[1].mesh, ours, theirs)
+        numbers = self.situation.memory.number
+        key = (number, *map(numbers, (ends[0].mesh, ends[1].mesh, ours, theirs)))
         if key not in self._known:
             row = price_boundary(edge, *ends, [ours], [theirs], self.situation.cluster)
             times = int(row.forward.ns[0, 0]), int(row.backward.ns[0, 0])
