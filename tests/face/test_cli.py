@@ -449,14 +449,14 @@ def test_profile_search_run_compare(place: Path) -> None:
         return done.stdout
 
     model = "small_model:build"
+    options = ("-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")
     with timed_briefly():
         done = call("profile", model, "--out", "here.json")
-    assert "GB/s" in done.output
-    options = ("-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")
-    done = call("search", model, *options)
-    assert done.exit_code == 0, done.output
-    shown = shell("run", "p.json", model, "--steps", "3", "--check", "-o", "run.json")
-    assert "a step agrees with one process of torch" in shown
-    done = call("compare", "p.json", model, "run.json", "--measure", "--plot", "step.png")
+        assert "GB/s" in done.output
+        done = call("search", model, *options)
+        assert done.exit_code == 0, done.output
+        shown = shell("run", "p.json", model, "--steps", "3", "--check", "-o", "run.json")
+        assert "a step agrees with one process of torch" in shown
+        done = call("compare", "p.json", model, "run.json", "--measure", "--plot", "step.png")
     assert "whole step" in done.stdout
     assert {"here.json", "p.json", "run.json", "step.png"} <= files(place)

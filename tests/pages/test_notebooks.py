@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.support.brief_timing import STARTUP
+from tests.support.examples import are_all_drawn
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -51,6 +56,29 @@ def test_committed_without_output(path: Path) -> None:
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
+BEGIN = """
+%reset -f
+import os
+
+os.chdir({folder!r})
+os.environ["STRATAGEM_CACHE"] = "timings.sqlite"
+del os
+"""
+"""What a kernel runs before a notebook: no name and no file is left of those before."""
+
+
+@pytest.fixture(scope=lambda **_: "function" if are_all_drawn() else "module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A kernel for all notebooks, which import the same; for each where long tests run too."""
+    folder = tmp_path_factory.mktemp("ipython")
+    startup = folder / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "brief_timing.py").write_text(STARTUP)
+    owner = NotebookClient(new_notebook(), kernel_name="python3")  # type: ignore[no-untyped-call]
+    with owner.setup_kernel(env={**os.environ, "IPYTHONDIR": str(folder)}, cwd=str(folder)):
+        yield owner.km
+
+
 @pytest.mark.slow
 @pytest.mark.notebook
 @pytest.mark.filterwarnings("default")
@@ -61,15 +89,12 @@ def test_committed_without_output(path: Path) -> None:
         for path in NOTEBOOKS
     ],
 )
-def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    startup = tmp_path / "ipython" / "profile_default" / "startup"
-    startup.mkdir(parents=True)
-    (startup / "brief_timing.py").write_text(STARTUP)
+def test_runs(path: Path, tmp_path: Path, kernel: Any) -> None:
     notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=500, kernel_name="python3", resources=resources).execute()
+    notebook.cells.insert(0, new_code_cell(BEGIN.format(folder=str(tmp_path))))
+    client = NotebookClient(notebook, km=kernel, timeout=500)
+    client.execute()
+    client.kc.stop_channels()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     data = [output.data for output in outputs if "data" in output]
     figures, words = SHOWN[path.stem]

@@ -16,6 +16,11 @@ def begin(marks: str) -> None:
     _draws_all[0] = "not long" not in marks or "long or not long" in marks
 
 
+def are_all_drawn() -> bool:
+    """Whether long tests run too, and with them all cases of what else has a few."""
+    return _draws_all[0]
+
+
 def examples(count: int, few: int = FEWEST) -> int:
     """For `max_examples`: `count` where long tests run too, or a share of it, but `few` at least.
 
