@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -361,6 +362,19 @@ def seeds(numbers: range, few: int) -> list[object]:
     """Seeds of random plans: `make test` runs a few of them, `make test-all` the others, too."""
     marks = [pytest.mark.slow] * few + [pytest.mark.long] * (len(numbers) - few)
     return [pytest.param(n, marks=mark) for n, mark in zip(numbers, marks, strict=True)]
+
+
+def crossed(*values: Iterable[object], every: int) -> list[object]:
+    """All combinations of some values: `make test-all` runs all, `make test` one in `every`.
+
+    They lie on diagonals, so that each value of each comes, and with many of the others'.
+    """
+    found: list[object] = []
+    for each in product(*map(enumerate, values)):
+        is_long = sum(number for number, _ in each) % every > 0
+        marks = [pytest.mark.long] if is_long else []
+        found.append(pytest.param(*(value for _, value in each), marks=marks))
+    return found
 
 
 # -- truth --------------------------------------------------------------------------------------

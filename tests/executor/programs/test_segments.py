@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from examples.models import SmallGPT, SmallResNet
+from examples.models import SmallGPT
 from stratagem.executor import lower, model_state
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
@@ -23,34 +24,25 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
+from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import (
     Case,
     Chooser,
+    crossed,
     drawing,
     make_case,
     make_plan,
     megatron,
     random_plan,
-    seeds,
     sharding,
     whole,
 )
-from tests.support.small_models import SmallInception, SmallLlama, SmallLSTM
 from tests.support.storages import Storages
 
 torch.set_num_threads(1)
 
 MIXED = Training("bfloat16", optimizer="adam", learning_rate=0.01, clip_norm=0.1)
 WIDE = Training("bfloat16", gradient_precision="float32", optimizer="adam", learning_rate=0.01)
-
-
-def language(model: nn.Module, sequence: int) -> Case:
-    ids = torch.randint(0, 30, (4, sequence))
-    return make_case(model, input_ids=ids, labels=ids.roll(-1, 1))
-
-
-def images(model: nn.Module, size: int) -> Case:
-    return make_case(model, images=torch.randn(4, 3, size, size), labels=torch.randint(0, 6, (4,)))
 
 
 class Dropping(nn.Module):
@@ -67,24 +59,15 @@ class Dropping(nn.Module):
         return nn.functional.cross_entropy(x, target)
 
 
-MODELS: dict[str, Callable[[], Case]] = {
-    "gpt": lambda: language(
-        SmallGPT(num_layers=2, hidden=16, num_heads=4, vocabulary=30, sequence=9), 9
-    ),
-    "dropout": lambda: make_case(
-        Dropping(), x=torch.randn(4, 12), target=torch.randint(0, 12, (4,))
-    ),
-    "llama": lambda: language(SmallLlama(num_layers=1, hidden=16, vocabulary=30), 7),
-    "resnet": lambda: images(SmallResNet(channels=(4, 6), classes=6), 8),
-    "inception": lambda: images(SmallInception(), 13),
-    "lstm": lambda: language(SmallLSTM(num_layers=2, hidden=10, vocabulary=30), 3),
-}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> Case:
+@functools.cache
+def case_called(name: str) -> Case:
+    if name != "dropout":
+        return case_of(name)
     torch.manual_seed(0)
-    return MODELS[request.param]()
+    return make_case(Dropping(), x=torch.randn(4, 12), target=torch.randint(0, 12, (4,)))
+
+
+MODELS = ("gpt", "dropout", "llama", "resnet", "inception", "lstm")
 
 
 def sometimes(seed: int, share: float, recompute: float) -> Chooser:
@@ -134,27 +117,43 @@ def assert_trains_alike(case: Case, plan: Plan) -> None:
             torch.testing.assert_close(there[name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("training", [Training(), MIXED, WIDE], ids=["plain", "mixed", "wide"])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_one_rank_trains_alike(model: Case, training: Training, num_microbatches: int) -> None:
-    for choose in (whole, sometimes(3, 0.0, 0.4)):
-        plan = make_plan(model, choose, (1,), training=training, num_microbatches=num_microbatches)
-        assert_trains_alike(model, plan)
+TRAININGS = {"plain": Training(), "mixed": MIXED, "wide": WIDE}
+CHOOSERS: dict[str, Callable[[], Chooser]] = {
+    "kept": lambda: whole,
+    "recomputed": lambda: sometimes(3, 0.0, 0.4),
+}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_data_parallel_ranks_train_alike(model: Case, zero: int) -> None:
-    plan = make_plan(model, sharding("sample", zero=zero), (2,), num_microbatches=2)
-    assert_trains_alike(model, plan)
-    assert_trains_alike(model, replace(plan, bucket_bytes=500))
+@pytest.mark.parametrize(
+    ("model", "training", "num_microbatches", "choose"),
+    crossed(MODELS, TRAININGS, (1, 2), CHOOSERS, every=3),
+)
+def test_one_rank_trains_alike(
+    model: str, training: str, num_microbatches: int, choose: str
+) -> None:
+    case, chooser = case_called(model), CHOOSERS[choose]()
+    given = {"training": TRAININGS[training], "num_microbatches": num_microbatches}
+    assert_trains_alike(case, make_plan(case, chooser, (1,), **given))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_pipelines_train_alike(model: Case, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "zero", "bucket_bytes"), crossed(MODELS, range(4), (0, 500), every=3)
+)
+def test_data_parallel_ranks_train_alike(model: str, zero: int, bucket_bytes: int) -> None:
+    case = case_called(model)
+    plan = make_plan(case, sharding("sample", zero=zero), (2,), num_microbatches=2)
+    assert_trains_alike(case, replace(plan, bucket_bytes=bucket_bytes))
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"), crossed(MODELS, ("gpipe", "1f1b", "zb-h1"), every=2)
+)
+def test_pipelines_train_alike(model: str, schedule: str) -> None:
+    case = case_called(model)
     plan = make_plan(
-        model, sometimes(5, 0.1, 0.3), (2,), (1,), num_microbatches=2, schedule=schedule
+        case, sometimes(5, 0.1, 0.3), (2,), (1,), num_microbatches=2, schedule=schedule
     )
-    assert_trains_alike(model, plan)
+    assert_trains_alike(case, plan)
 
 
 def test_tensor_parallel_ranks_train_alike(gpt: Case) -> None:
@@ -167,9 +166,22 @@ def test_weights_of_their_own_for_each_microbatch_train_alike(mlp: Case) -> None
     assert_trains_alike(mlp, plan)
 
 
-@pytest.mark.parametrize("seed", seeds(range(20), 2))
-def test_random_plans_train_alike(model: Case, seed: int) -> None:
-    assert_trains_alike(model, random_plan(model, seed, MIXED if seed % 2 else None))
+def check_random(model: str, seed: int) -> None:
+    case = case_called(model)
+    assert_trains_alike(case, random_plan(case, seed, MIXED if seed % 2 else None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "seed"), crossed(MODELS, range(2), every=2))
+def test_random_plans_train_alike(model: str, seed: int) -> None:
+    check_random(model, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("model", MODELS)
+def test_more_random_plans_train_alike(model: str, seed: int) -> None:
+    check_random(model, seed)
 
 
 # -- which there are ----------------------------------------------------------------------------
