@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -358,10 +358,15 @@ def optional(choose: Chooser, seed: int) -> Chooser:
     return chosen
 
 
-def seeds(numbers: range, few: int) -> list[object]:
+def seeds(numbers: range, count: int) -> list[object]:
     """Seeds of random plans: `make test` runs a few of them, `make test-all` the others, too."""
-    marks = [pytest.mark.slow] * few + [pytest.mark.long] * (len(numbers) - few)
-    return [pytest.param(n, marks=mark) for n, mark in zip(numbers, marks, strict=True)]
+    return few(numbers, count)
+
+
+def few(values: Collection[object], count: int) -> list[object]:
+    """The first of some values for `make test`, all of them for `make test-all`."""
+    marks = [pytest.mark.slow] * count + [pytest.mark.long] * (len(values) - count)
+    return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
 def crossed(*values: Iterable[object], every: int) -> list[object]:

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 SEED = 7
 
 
-@pytest.mark.parametrize("number", seeds(range(10), 6))
+@pytest.mark.parametrize("number", seeds(range(10), 4))
 def test_random_plans_of_random_models_train_what_torch_trains(number: int) -> None:
     _, tally, failures = compare(SEED, number)
     assert not failures
@@ -71,11 +71,11 @@ def test_a_plan_that_trains_something_else_is_told(
     from stratagem.simulator.graph import operator_graph
 
     monkeypatch.setattr(operator_graph, "add_shares", lambda operator, added, parts: operator)
-    main(["--plans", "15", "--seed", "1"])
+    main(["--plans", "5", "--seed", "2"])
     shown = capsys.readouterr()
     lines = [json.loads(line) for line in shown.out.splitlines()]
     assert lines[-1]["case"] == "all"
-    assert lines[-1]["tried"] >= 15
+    assert lines[-1]["tried"] >= 5
     assert lines[-1]["failed"] > 0
     assert lines[-1]["failed"] == sum(line["failed"] for line in lines[:-1])
     assert " is " in shown.err
