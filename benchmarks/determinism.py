@@ -33,7 +33,7 @@ CASES: dict[str, Callable[[], OperatorGraph]] = {
     "inception": lambda: inception_v3(batch=64),
     "nmt": lambda: nmt(sequence=5, batch=64),
 }
-"""Models, each searched on two nodes of four V100s."""
+"""Models, each searched on two nodes of four V100s, the small one on two nodes of two."""
 
 RUNS = (None, None, 1, 2)
 """Cores of each run; None for all there are."""
@@ -41,7 +41,8 @@ RUNS = (None, None, 1, 2)
 
 def plan_bytes(case: str, evaluations: int, cores: int | None) -> bytes:
     """The plan file that a search of a case gives."""
-    cluster = Cluster.preset("p3.16xlarge", num_nodes=2, devices_per_node=4)
+    devices = 2 if case == "small mlp" else 4
+    cluster = Cluster.preset("p3.16xlarge", num_nodes=2, devices_per_node=devices)
     result = search(
         CASES[case](),
         cluster,
