@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from stratagem.basics.source_places import place_in, place_of
+from stratagem.cli.app import app
 from tests.executor.runs.test_run_ends import MODEL, make_plan
 
 import torch  # isort: skip
@@ -70,12 +72,12 @@ def test_a_model_of_the_current_folder_trains_beside_such_files(trapped: Path) -
 
 
 BROKEN = {
-    "raises": ("def build():\n    return {}['missing']\n", "broken.py:2", "KeyError"),
-    "syntax": ("def build():\n    return 1 +\n", "broken.py:2", "SyntaxError"),
-    "import": ("import torch\nimport nowhere_to_be_found\n", "broken.py:2", "nowhere_to_be_found"),
+    "raises": ("def build():\n    return {}['missing']\n", 2, "KeyError"),
+    "syntax": ("def build():\n    return 1 +\n", 2, "SyntaxError"),
+    "import": ("import torch\nimport nowhere_to_be_found\n", 2, "nowhere_to_be_found"),
     "inside torch": (
         "import torch\n\ndef build():\n    return torch.zeros(2) @ torch.zeros(3), {}\n",
-        "broken.py:4",
+        4,
         "RuntimeError",
     ),
 }
@@ -83,14 +85,25 @@ BROKEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN)
-def test_an_error_of_a_model_says_file_and_line(tmp_path: Path, case: str) -> None:
+def test_an_error_of_a_model_says_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Whether the program is a process of its own, as one is, or is called."""
     text, place, words = BROKEN[case]
-    (tmp_path / "broken.py").write_text(text)
-    done = run(tmp_path, "capture", "broken:build", "--out", "graph.json")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert place in done.stderr
-    assert words in done.stderr
+    name = f"broken_{case.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(text)
+    arguments = ("capture", f"{name}:build", "--out", "graph.json")
+    if case == "raises":
+        done = run(tmp_path, *arguments)
+        told, code = done.stderr, done.returncode
+    else:
+        monkeypatch.chdir(tmp_path)
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
+        told, code = shown.stderr, shown.exit_code
+    assert code == 2
+    assert len(told.splitlines()) == 1
+    assert f"{name}.py:{place}" in told
+    assert words in told
 
 
 @pytest.mark.slow
