@@ -18,13 +18,14 @@ FOLDER = "STRATAGEM_TEST_FOLDER"
 def pytest_configure(config: pytest.Config) -> None:
     """Hear what a shell has its background deaf to, as would be those processes that tests start.
 
-    Under nohup that is the hang-up, behind an ampersand Ctrl-C.
+    Under nohup that is the hang-up, behind an ampersand Ctrl-C and Ctrl-\\.
     """
     examples.begin(config.option.markexpr)
     if FOLDER not in os.environ:  # Processes of xdist have that of the one that started them.
         os.environ[FOLDER] = folder = tempfile.mkdtemp(prefix="stratagem-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
