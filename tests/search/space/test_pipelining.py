@@ -34,6 +34,7 @@ from stratagem.simulator.schedules.named_schedules import (
 )
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
 from stratagem.simulator.simulation.plan_in_words import describe
+from tests.support.plans import few
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -74,7 +75,8 @@ def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
         assert [c.peaks for c in found] == [c.peaks for c in again]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# What bounds and stages take of a schedule is compared for all of them above.
+@pytest.mark.parametrize("name", few(NAMES[::-1], 2))
 def test_a_search_under_another_name_ends_alike(name: str) -> None:
     here = situation()
     arguments = {
