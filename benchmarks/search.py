@@ -21,11 +21,11 @@ p3.16xlarge here. A100s are those of DGX A100, other V100s those of p3.16xlarge.
 
 Prints one JSON object a case: `seconds` of the whole search, baselines and bounds included, with
 kernels compiled before; `evals_per_s`, evaluations of the chains by the time that they ran;
-`plan_ms`, `baselines_ms` by name and `unfit`, which of them do not fit; `bound_ms`, `gap` to it,
-a share of the step; `fits`; `data_parallel`, by how much its fastest kind takes longer (with or
-without ZeRO, fitting or not); `best_baseline`, by how much the best that fits does; `plan` in
-words; `stop`; `peak_mb` of the process and those that it starts, 10⁶ bytes. Each case is searched
-in a process of its own.
+`plan_ms`, `baselines_ms` by name and `unfit`, which of them do not fit; `bound_ms`, of the
+skeletons listed `listed_ms`, and `gap` to the first, a share of the step; `fits`; `data_parallel`,
+by how much its fastest kind takes longer (with or without ZeRO, fitting or not); `best_baseline`,
+by how much the best that fits does; `plan` in words; `stop`; `peak_mb` of the process and those
+that it starts, 10⁶ bytes. Each case is searched in a process of its own.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ def told(result: SearchResult) -> dict[str, object]:
         "plan_ms": _ms(step),
         "fits": result.simulation.fits,
         "bound_ms": None if result.bound is None else _ms(result.bound),
+        "listed_ms": None if result.listed_bound is None else _ms(result.listed_bound),
         "gap": None if result.gap is None else round(result.gap, 4),
         "data_parallel": round(min(copies) / step, 3) if copies else None,
         "best_baseline": round(min(fitting) / step, 3) if fitting else None,

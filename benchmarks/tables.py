@@ -55,6 +55,7 @@ SECTIONS = {
         "Small random models on small random clusters, with few enough plans to score every one. "
         "How many there were, on how many the search found the best plan, by how much the worst "
         "plan found was slower, how often a bound was above the best plan (it must never be), "
+        "what bounds leave open, over all plans and over those on the skeletons listed, "
         "how many had no plan that fits, and how many plans were scored.",
         {
             "graphs": "models",
@@ -62,6 +63,7 @@ SECTIONS = {
             "worst_gap": "slowest, relative",
             "bound_violations": "bounds violated",
             "bound_gap": "mean gap of bounds",
+            "listed_gap": "of those listed",
             "infeasible": "fit nowhere",
             "plans": "plans scored",
         },
