@@ -358,13 +358,8 @@ def optional(choose: Chooser, seed: int) -> Chooser:
     return chosen
 
 
-def seeds(numbers: range, count: int) -> list[object]:
-    """Seeds of random plans: `make test` runs a few of them, `make test-all` the others, too."""
-    return few(numbers, count)
-
-
 def few(values: Collection[object], count: int) -> list[object]:
-    """The first of some values for `make test`, all of them for `make test-all`."""
+    """The first of some values, such as seeds: `make test-all` runs the others, too."""
     marks = [pytest.mark.slow] * count + [pytest.mark.long] * (len(values) - count)
     return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 

@@ -53,7 +53,6 @@ from tests.support.plans import (
     make_plan,
     megatron,
     random_plan,
-    seeds,
     sharding,
     whole,
 )
@@ -166,14 +165,14 @@ def test_an_operator_pinned_on_one_index_runs_there_only(mlp: Case) -> None:
     assert_equal_to_torch(mlp, plan)
 
 
-@pytest.mark.parametrize("seed", seeds(range(12), 4))
+@pytest.mark.parametrize("seed", few(range(12), 4))
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
 def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
     case = request.getfixturevalue(model)
     assert_equal_to_torch(case, random_plan(case, seed))
 
 
-@pytest.mark.parametrize("seed", seeds(range(100, 200), 1))
+@pytest.mark.parametrize("seed", few(range(100, 200), 1))
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
 def test_many_random_plans_equal_torch(
     model: str, seed: int, request: pytest.FixtureRequest
@@ -350,7 +349,7 @@ def test_transfers_between_stages_have_the_names_of_the_simulator(gpt: Case) -> 
     assert "tokens ↔ head" in names
 
 
-@pytest.mark.parametrize("seed", seeds(range(4), 2))
+@pytest.mark.parametrize("seed", few(range(4), 2))
 def test_predicted_and_measured_timelines_have_the_same_tasks(gpt: Case, seed: int) -> None:
     """But for pieces of a conversion that cannot go by themselves: they are priced so."""
     plan = random_plan(gpt, seed)

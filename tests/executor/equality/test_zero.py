@@ -37,12 +37,12 @@ from tests.support.plans import (
     Case,
     assert_equal_to_torch,
     assert_runs_like_torch,
+    few,
     make_case,
     make_plan,
     mesh_of,
     one_stage,
     random_plan,
-    seeds,
     sharding,
 )
 
@@ -275,7 +275,7 @@ FOUND = (4, 15)
 """Plans with frozen weights that are gathered once and read by several pieces of a pass."""
 
 
-@pytest.mark.parametrize("seed", [*FOUND, *seeds(range(100, 130), 2)])
+@pytest.mark.parametrize("seed", [*FOUND, *few(range(100, 130), 2)])
 def test_random_plans_with_frozen_parameters_train_like_torch(seed: int) -> None:
     torch.manual_seed(seed)
     x, target = torch.randn(8, 10), torch.randint(0, 7, (8,))

@@ -42,8 +42,8 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import Simulation
 from tests.support.examples import examples
-from tests.support.fresh_process import in_fresh_process
 from tests.support.pipelines import cut_at, meshes_of, small_gpt
+from tests.support.processes import in_fresh_process
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 POLICIES = ("none", "selective", "full")

@@ -29,7 +29,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from tests.support.examples import examples
-from tests.support.plans import seeds
+from tests.support.plans import few
 
 NUM_PROPOSALS = int(os.environ.get("STRATAGEM_DELTA_PROPOSALS", "24000"))
 NUM_SEEDS = 24
@@ -130,7 +130,7 @@ def random_change(rng: np.random.Generator, graph: TaskGraph) -> tuple[Ints, Int
     return tasks, durations, sets
 
 
-@pytest.mark.parametrize("seed", seeds(range(NUM_SEEDS), FEW_SEEDS))
+@pytest.mark.parametrize("seed", few(range(NUM_SEEDS), FEW_SEEDS))
 def test_random_walks_equal_full_simulation(seed):
     rng = np.random.default_rng(seed)
     for _ in range(NUM_PROPOSALS // NUM_SEEDS // PER_GRAPH):

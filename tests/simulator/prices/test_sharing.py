@@ -44,10 +44,10 @@ from tests.simulator.plans.test_memory import plan_of
 from tests.support.plans import (
     assert_equal_to_torch,
     drawing,
+    few,
     make_plan,
     megatron,
     optional,
-    seeds,
     sharding,
 )
 
@@ -187,7 +187,7 @@ def run_conversions(plan: Plan, graph: OperatorGraph) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", seeds(range(6), 4))
+@pytest.mark.parametrize("seed", few(range(6), 4))
 @pytest.mark.parametrize("model", ["llama", "gpt", "inception", "resnet"])
 def test_runs_convert_what_is_predicted_and_train_like_torch(model: str, seed: int) -> None:
     """Recompute, and inputs that are converted again: every name as often as it is priced."""

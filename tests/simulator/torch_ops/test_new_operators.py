@@ -32,7 +32,7 @@ from stratagem.simulator.torch_ops.aten.handlers import HANDLERS, Handler
 from stratagem.simulator.torch_ops.aten.new_operators import register_operator
 from stratagem.simulator.torch_ops.kernels.run_kernel import KERNELS
 from stratagem.simulator.torch_ops.kernels.shards import Shards
-from tests.support.fresh_process import in_fresh_process
+from tests.support.processes import in_fresh_process
 
 FLIP = OperatorKind(
     name="flip",
