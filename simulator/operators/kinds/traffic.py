@@ -17,6 +17,10 @@ Sizes = Mapping[str, int]
 
 FLOAT32 = 4
 
+_PUT_TOGETHER, _KERNELS_OF_DOUBLING = 12, 5
+"""A doubling of a scan reads and writes so many scalars for each state, in so many kernels: two
+products, a sum and two copies."""
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -220,11 +224,6 @@ class OfScan:
 
     def _states(self, operator: Operator, sizes: Sizes) -> float:
         return float(math.prod(sizes[dim.name] for dim in operator.dims))
-
-
-_PUT_TOGETHER = 12
-"""Scalars that a doubling reads and writes for each state: two products, a sum, two copies."""
-_KERNELS_OF_DOUBLING = 5
 
 
 def num_elements(layout: Layout, sizes: Sizes) -> int:

@@ -8,12 +8,9 @@ one as a call.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from stratagem.simulator.torch_ops.kernels.scans import scan_gradients, scanned
+from stratagem.simulator.torch_ops.kernels.scans import scan_call
 
 __all__ = ["selective_scan"]
 
@@ -57,26 +54,5 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Te
                 f"selective_scan: {name} has shape {tuple(given.shape)}; beside x of "
                 f"{tuple(x.shape)} and {states} states it must be {shape}"
             )
-    made: Tensor = _scan(x, dt, a, b, c)
+    made: Tensor = scan_call(x, dt, a, b, c)
     return made
-
-
-@torch.library.custom_op("stratagem::selective_scan", mutates_args=())
-def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    return scanned(x, dt, a, b, c)
-
-
-@_scan.register_fake
-def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-    return scan_gradients(gradient, *ctx.saved_tensors)
-
-
-_scan.register_autograd(_backward, setup_context=_keep)

@@ -128,9 +128,10 @@ def operator_of(
     shape, dtype = tuple(shown.shape), dtype_name(shown.dtype)
     shapes, ties = _tied(flat, shapes, shape)
     counts = count_work(flat, shapes, shape)
-    for k in counts.written:
+    if counts.written:
+        named = tensors[counts.written[0]].node.name
         raise ValueError(
-            f"it writes to {tensors[k].node.name!r}, which no operator of a plan hands on to the "
+            f"it writes to {named!r}, which no operator of a plan hands on to the "
             "next step; leave that out, or keep it outside of the model (running statistics: "
             "track_running_stats=False)"
         )

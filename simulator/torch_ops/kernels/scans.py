@@ -87,19 +87,30 @@ def selective_scan(
     operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors
 ) -> Tensor:
     """The scan of local samples and channels; time and states are whole."""
-    made: Tensor = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
+    made: Tensor = scan_call(*inputs)
     return made
 
 
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return scanned(*inputs)
+@torch.library.custom_op("stratagem::selective_scan", mutates_args=())
+def scan_call(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`scanned` as one operator of torch, with `scan_gradients`."""
+    return scanned(x, dt, a, b, c)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return scan_gradients(gradients[0], *ctx.saved_tensors)
+
+@scan_call.register_fake
+def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    return scan_gradients(gradient, *ctx.saved_tensors)
+
+
+scan_call.register_autograd(_backward, setup_context=_keep)
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
