@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.processes.search_clock import Late
 from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Skeleton, all_skeletons
-from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, Late, candidates
+from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, candidates
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.variants import standard_layouts
 from stratagem.simulator.hardware.cluster import Cluster

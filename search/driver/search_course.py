@@ -30,12 +30,17 @@ from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Wat
 from stratagem.searcher.methods.simple_strategies import baseline_names
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
-from stratagem.searcher.processes.search_clock import OutOfTimeError
+from stratagem.searcher.processes.search_clock import (
+    ASKED,
+    PLANNED,
+    SURVEYED,
+    WALKED,
+    BudgetShares,
+    OutOfTimeError,
+)
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
-from stratagem.searcher.space.canonical_meshes import canonical
-from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS, Late
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
@@ -43,14 +48,9 @@ from stratagem.simulator.simulation.simulation import Simulation
 
 MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
-PLANNED, SURVEYED, WALKED = 0.3, 0.4, 0.6
-"""Of the seconds of a budget, how many may pass before stages are planned no more, and before
-walks over skeletons begin, and end."""
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum of their work is limited then (see `outcomes.Sharpened`)."""
-ASKED = 0.95
-"""Of the seconds of a budget, when nothing is begun any more: what was begun has to end, too."""
 ROUND = 8
 """Skeletons that are sharpened at the same time, on any number of cores."""
 SHARED_OPERATORS = 100
@@ -96,6 +96,7 @@ class SearchCourse:
         self.space, self.budget, self.seed = space, budget, seed
         self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
         self.started = time.monotonic()
+        self._shares = BudgetShares(self.started, budget.seconds)
         self.incumbent = Incumbent(space.constraints, space.options)
         self.trace: list[TracePoint] = []
         self.evaluations = 0
@@ -147,8 +148,7 @@ class SearchCourse:
                 self.incumbent.offer(self.baselines[name])
             if self.incumbent.best is not None:
                 clock = self.space.situation.clock
-                clock.until = self.started + ASKED * self.budget.seconds
-                clock.brief = self.started + PLANNED * self.budget.seconds
+                clock.until, clock.brief = self._shares.until(ASKED), self._shares.until(PLANNED)
                 return
 
     def _go(
@@ -160,20 +160,20 @@ class SearchCourse:
         num_skeletons: int,
         num_bounded: int | None,
     ) -> StopReason:
-        space = self.space
+        space, offer = self.space, self.incumbent.offer
         space.unlisted_bound = 0.0
         with self._simulated_baselines(schedules[0], baselines):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
             looks = self._looks(groups)
             stages = self._plan_stages(num_skeletons)
-            if self.budget.seconds is not None:
-                self._simulate_stages(stages)  # Bounds may take what time there is.
+            # Before bounds take what time there is.
+            early = None if self.budget.seconds is None else space.simulated(stages, offer)
             self.report("bounding skeletons", 0.1)
             space.look_at(groups, [part.result() for part in looks])
             if not space.situation.clock.is_brief:
                 space.bound_pipelines()
-        planned = self._take_stages(stages)
+        planned = space.take_all(space.simulated(stages, offer) if early is None else early)
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
         improver.begin_refining(
@@ -182,7 +182,7 @@ class SearchCourse:
         ranked = self._rank(space.entries)
         best_ranked = first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
         self.report("refining pipelines", 0.25)
-        refined = improver.refine(best_ranked, num_skeletons, self._time_is_up)
+        refined = improver.refine(best_ranked, num_skeletons, self._shares.is_up)
         best_ranked = first_policies(refined)[:num_skeletons]
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
@@ -190,10 +190,10 @@ class SearchCourse:
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
-        idle = improver.refine(self._leave_idle(num_skeletons), num_skeletons, self._time_is_up)
+        idle = improver.refine(self._leave_idle(num_skeletons), num_skeletons, self._shares.is_up)
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
         self.report("refining pipelines", 0.35)
-        found = improver.descend(self._time_is_up)
+        found = improver.descend(self._shares.is_up)
         left -= self._bound_found(found, left)
         best_ranked = first_policies(sorted([*found, *refined, *idle], key=lambda e: e.rank))
         best_ranked = best_ranked[:num_skeletons]
@@ -202,7 +202,7 @@ class SearchCourse:
             _begun_by(own, [*promising, *self._settled(num_skeletons)]),
             self.budget.evaluations,
             self.seed,
-            self._past(WALKED),
+            self._shares.past(WALKED),
             self._spend,
         )
         chosen, least = _begun_by(own, walked), self.budget.least(self.space.num_operators)
@@ -210,17 +210,17 @@ class SearchCourse:
             spare = max(0, self.budget.evaluations - self.evaluations)
             share = max(least, -(-spare // (len(chosen) - number)))
             self._search_entry(entry, share, number, len(chosen))
-            if self._time_is_up():
+            if self._shares.is_up():
                 return StopReason.SECONDS
         self._search_nearly_as_good()
         anew = DESCENT_EVALUATIONS if least and self._is_small else 0
         for _ in range(MOST_DESCENTS):
-            found = improver.descend(self._time_is_up, anew)
+            found = improver.descend(self._shares.is_up, anew)
             left -= self._bound_found(found, left)
             if not self._search_found(found[:num_skeletons]):
                 break
         space.look_again()
-        self._certify(left, work, self._time_is_up)
+        self._certify(left, work, self._shares.is_up)
         return self._reason()
 
     def _reason(self) -> StopReason:
@@ -232,7 +232,7 @@ class SearchCourse:
         if listed >= best * (1 - 1e-6):
             others = self.space.pipelines_bound or 0.0
             return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
-        if self._time_is_up():
+        if self._shares.is_up():
             return StopReason.SECONDS
         if self.budget.evaluations == 0:
             return StopReason.NO_EVALUATIONS
@@ -270,7 +270,9 @@ class SearchCourse:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
         try:
-            found = plan_stages(self.space, self._num_drafted(most), late=self._late(PLANNED))
+            found = plan_stages(
+                self.space, self._num_drafted(most), late=self._shares.late(PLANNED)
+            )
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
             return []
@@ -291,8 +293,8 @@ class SearchCourse:
         space.look_at(groups, [part.result() for part in self._looks(groups)])
         space.unlisted_bound = np.inf
         ranked = self._rank(in_turn(entry for group in groups for entry in group))
-        drafted = fewer.planned(self._num_drafted(most), ranked, self._late(SURVEYED))
-        planned = self._take_stages(list(drafted))
+        drafted = fewer.planned(self._num_drafted(most), ranked, self._shares.late(SURVEYED))
+        planned = space.take_all(space.simulated(drafted, self.incumbent.offer))
         self.notes.update(fewer.notes)
         return first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
 
@@ -304,7 +306,7 @@ class SearchCourse:
             lambda: self.incumbent.time,
             most,
             lambda n: self.report("ranking skeletons", 0.15 + 0.1 * n / most),
-            self._past(SURVEYED),
+            self._shares.past(SURVEYED),
         )
 
     def _looks(self, groups: Sequence[Sequence[SkeletonEntry]]) -> list[WorkPart[list[Look]]]:
@@ -312,34 +314,13 @@ class SearchCourse:
         listed = [[entry.skeleton for entry in group] for group in groups]
         return [self._workers.part(Sharpener.look, skeletons) for skeletons in listed]
 
-    def _take_stages(self, plans: Sequence[Candidate]) -> list[SkeletonEntry]:
-        """Those of these that the constraints allow, simulated."""
-        return [
-            self.space.take(skeleton, choices, simulation)
-            for skeleton, choices, simulation in self._simulate_stages(plans)
-        ]
-
-    def _simulate_stages(
-        self, plans: Sequence[Candidate]
-    ) -> list[tuple[Skeleton, Choices, Simulation]]:
-        """The same, of no skeleton of the space yet; what was simulated before is remembered."""
-        s, options, found = self.space.situation, self.space.options, []
-        for candidate in plans:
-            skeleton, choices = canonical(candidate.skeleton, candidate.choices, s.cluster)
-            skeleton = skeleton.named_first(self.space.schedules)
-            plan = s.plan(skeleton, choices, name="inter-operator DP", options=options)
-            simulation = s.simulate(plan)
-            if self.incumbent.offer(simulation):
-                found.append((skeleton, choices, simulation))
-        return found
-
     def _survey(self, listed: Sequence[SkeletonEntry], weakest: int, work: float) -> int:
         """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
 
         What is met on the way tells more of a skeleton than known strategies do. It may take a
         part of the seconds of the budget only.
         """
-        stop = self._past(SURVEYED)
+        stop = self._shares.past(SURVEYED)
         if stop():
             return weakest
         self.report("surveying skeletons", 0.25)
@@ -354,7 +335,7 @@ class SearchCourse:
         Few of these were listed, and plans are met that choose anew for what was carried over.
         """
         worth = [entry for entry in found if entry.bound < self.incumbent.time]
-        return len(self._bound_entries(worth[:most], self._time_is_up))
+        return len(self._bound_entries(worth[:most], self._shares.is_up))
 
     def _promising(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
         """Skeletons worth searching: first where best plan known and bound together are least.
@@ -422,7 +403,7 @@ class SearchCourse:
             starts.append(bound.choice)
         simulation = self._choose(problem, starts, evaluations, number)
         entry.know(simulation)
-        if not self._time_is_up():
+        if not self._shares.is_up():
             spent = self.evaluations - before
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
 
@@ -459,7 +440,7 @@ class SearchCourse:
         share = self.budget.least(self.space.num_operators) // part
         more = [entry for entry in entries if entry.fate is not Fate.ANNEALED]
         for number, entry in enumerate(more):
-            if self._time_is_up():
+            if self._shares.is_up():
                 return
             self._search_entry(entry, share, number, len(more))
 
@@ -485,7 +466,7 @@ class SearchCourse:
             partial(self._simulate, problem),
             self._take,
             self._after_round,
-            self._time_is_up,
+            self._shares.is_up,
         )
         looked = SkeletonChoices(self.seed, number, self.num_threads, watch)
         try:
@@ -505,7 +486,7 @@ class SearchCourse:
             TracePoint(self.evaluations + done, name, min(best, self.incumbent.time))
         )
         self.report(name, low + (high - low) * done / total, min(best, self.incumbent.time))
-        return self._time_is_up()
+        return self._shares.is_up()
 
     def _spend(self, evaluations: int, share: float) -> None:
         """Note that walks spent some evaluations, and which share of their rounds is done."""
@@ -584,25 +565,6 @@ class SearchCourse:
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
         self._show(SearchProgress(phase, fraction, self.incumbent.time if best is None else best))
-
-    def _past(self, share: float) -> Callable[[], bool]:
-        """What says whether so much of the seconds of the budget has passed."""
-        limit = self.budget.seconds
-        until = np.inf if limit is None else self.started + share * limit
-        return lambda: time.monotonic() > until
-
-    def _late(self, share: float) -> Late | None:
-        """The same, or None where a search may take as long as it does.
-
-        What has found nothing may go on for as long as walks may.
-        """
-        if self.budget.seconds is None:
-            return None
-        soon, last = self._past(share), self._past(WALKED)
-        return lambda found: soon() if found else last()
-
-    def _time_is_up(self) -> bool:
-        return self._past(1.0)()
 
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)

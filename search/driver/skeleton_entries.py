@@ -11,6 +11,7 @@ from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
+from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import traits_of
@@ -24,6 +25,7 @@ from stratagem.searcher.space.skeletons import (
     skeleton_of,
 )
 from stratagem.searcher.space.strategies import known_strategies, with_recompute
+from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
@@ -224,6 +226,31 @@ class Space:
             entry.bound, entry.fate, entry.why = self.computing_bound(skeleton), Fate.OPEN, ""
         entry.fate = Fate.RANKED if entry.fate is Fate.OPEN else entry.fate
         return entry
+
+    def simulated(
+        self, plans: Iterable[Candidate], offer: Callable[[Simulation], bool]
+    ) -> list[tuple[Skeleton, Choices, Simulation]]:
+        """Plans of the program over stages that the constraints allow, simulated.
+
+        Args:
+            plans: all are planned before the first is simulated.
+            offer: takes every simulation; whether the constraints allow it.
+        """
+        s, found = self.situation, []
+        for candidate in list(plans):
+            skeleton, choices = canonical(candidate.skeleton, candidate.choices, s.cluster)
+            skeleton = skeleton.named_first(self.schedules)
+            plan = s.plan(skeleton, choices, name="inter-operator DP", options=self.options)
+            simulation = s.simulate(plan)
+            if offer(simulation):
+                found.append((skeleton, choices, simulation))
+        return found
+
+    def take_all(
+        self, known: Iterable[tuple[Skeleton, Choices, Simulation]]
+    ) -> list[SkeletonEntry]:
+        """The entries of skeletons for which plans are known, see `take`."""
+        return [self.take(*each) for each in known]
 
     def rank(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 
 from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.schedule_traits import FORWARD_SCHEDULE
@@ -20,6 +21,7 @@ from stratagem.simulator.pipeline.priced_pipeline import (
 )
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
@@ -38,12 +40,14 @@ class Situation:
     costs: CostModel
     memory: RowMemory = field(default_factory=RowMemory)
     clock: SearchClock = field(default_factory=SearchClock, repr=False, compare=False)
-    _recent: dict[object, Simulation] = field(
-        init=False, default_factory=dict, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         self.memory.watch = self.clock.check
+
+    @cached_property
+    def _recent(self) -> RecentValues[Simulation]:
+        operators = len(self.graph.operators)
+        return RecentValues(max(LEAST_REMEMBERED, REMEMBERED_OPERATORS // operators))
 
     def builder(self, graph: OperatorGraph, mesh: DeviceMesh) -> TableBuilder:
         """What prices the operators of a graph on a mesh, one by one: of no pipeline yet."""
@@ -97,16 +101,10 @@ class Situation:
                 return self.simulate(plan)
         self.clock.check()
         run = as_forward(plan, self.graph)
-        what = _what_runs(run)
-        made = self._recent.pop(what, None)
-        if made is None:
-            # Prices that are kept are those of one training.
-            memory = self.memory if run.training == self.training else None
-            made = simulate_plan(run, self.graph, self.costs, memory=memory)
-        self._recent[what] = made
-        most = max(LEAST_REMEMBERED, REMEMBERED_OPERATORS // len(self.graph.operators))
-        if len(self._recent) > most:
-            del self._recent[next(iter(self._recent))]
+        # Prices that are kept are those of one training.
+        memory = self.memory if run.training == self.training else None
+        make = partial(simulate_plan, run, self.graph, self.costs, memory=memory)
+        made = self._recent.get(_what_runs(run), make)
         return made if made.plan is run else replace(made, plan=run)
 
 

@@ -2,5 +2,5 @@
 
 In:      a situation.
 Out:     candidate pipelines: stages, sub-meshes, microbatches.
-Imports: stage_dp.tables, space, the simulator.
+Imports: stage_dp.tables, space, processes, the simulator.
 """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stratagem.searcher.processes.search_clock import Late
 from stratagem.searcher.space.schedule_traits import can_run, traits_of
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import stage_units, unequal_sizes
@@ -38,9 +39,6 @@ UNEQUAL_MICROBATCHES = 3
 
 LIKELY_SAMPLES = 8.0
 """Of a microbatch, where there is no time to try them all."""
-
-Late = Callable[[bool], bool]
-"""Whether it is too late for more, if something was found, and if nothing was."""
 
 _Posed = tuple[str, int, Devices, tuple[int, ...]]
 """A schedule, the most stages, how devices may be dealt out, numbers of stages asked for."""
