@@ -33,7 +33,7 @@ of your own models too:
 
 <!-- not run: it takes an hour and needs the libraries -->
 ```bash
-pip install -e '.[zoo,models]'
+pip install -e '.[dev,zoo,models]'
 python -m benchmarks.zoo > docs/zoo.jsonl
 python -m benchmarks.zoo --page docs/zoo.jsonl docs/zoo.md
 ```
