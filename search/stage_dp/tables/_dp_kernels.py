@@ -11,7 +11,7 @@ import numpy as np
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.base.compiling import kernel
 
-NUM_COLUMNS = 14
+NUM_COLUMNS = 15
 (
     FORWARD,
     LAUNCH,
@@ -27,12 +27,13 @@ NUM_COLUMNS = 14
     HELD,
     WORKING,
     LINKED,
+    WHOLE_GRADIENT,
 ) = range(NUM_COLUMNS)
 """Rows of a profile, by operator: passes, host launches, ZeRO-3's gather (each way), inputs that
 are converted again for backward, the part of backward that makes gradients of weights, what every
 microbatch and what the last one reduces (with ZeRO's publish), the update; bytes of state, held
 per microbatch, and on top while it runs; whether a backward pass holds the link of gathers and
-syncs itself (statistics of a batch)."""
+syncs itself (statistics of a batch); bytes of a gradient that stays whole until it is summed."""
 
 NUM_COSTS = 8
 (
@@ -163,6 +164,64 @@ def _link_end(clock: Clock) -> int:
     return link
 
 
+Queue = tuple[int, int, int, int]
+"""Of gradients that wait to be summed: the first one that does and the number of all there were;
+their bytes; when the link is through with the last of them."""
+
+
+@kernel(cache=True)
+def _summed_by(now: int, ends: Ints, whole: Ints, queue: Queue) -> Queue:
+    """The queue at a time, without those whose sums are through."""
+    first, count, nbytes, link = queue
+    while first < count and ends[first] <= now:
+        nbytes -= whole[first]
+        first += 1
+    return first, count, nbytes, link
+
+
+@kernel(cache=True)
+def _queued(
+    columns: Ints, a: int, now: int, is_drained: bool, ends: Ints, whole: Ints, queue: Queue
+) -> Queue:
+    """The queue when operator `a` has made its gradients.
+
+    Sums give way to gathers of parameters. `is_drained` says that a conversion went over their
+    link behind them, which the operator waited for; where there are gathers, these come between.
+    """
+    first, count, nbytes, link = queue
+    if is_drained:
+        first, nbytes = count, 0
+    for k in range(first + 1, count):
+        ends[k] += columns[a, GATHER]
+    link += columns[a, GATHER]
+    if columns[a, WHOLE_GRADIENT]:
+        link = max(link, now) + columns[a, EACH_SYNC] + columns[a, SYNC]
+        ends[count], whole[count] = link, columns[a, WHOLE_GRADIENT]
+        nbytes += whole[count]
+        count += 1
+    return first, count, nbytes, link
+
+
+@kernel(cache=True)
+def _peak_with_leftovers(
+    columns: Ints, a: int, end: int, held: int, again: int, ends: Ints, whole: Ints, queue: Queue
+) -> int:
+    """Bytes at the peak while gradients of the microbatch before still wait.
+
+    `held` is what all operators from `a` to `end` hold, `again` when their next backward begins;
+    by then their parameters were gathered for its forward pass.
+    """
+    peak, now = 0, again - columns[a:end, GATHER].sum()
+    for i in range(end - 1, a - 1, -1):
+        queue = _summed_by(now, ends, whole, queue)
+        if queue[2] == 0:
+            break
+        peak = max(peak, held + columns[i, WORKING] + queue[2])
+        held -= columns[i, HELD]
+        now += columns[i, BACKWARD]
+    return peak
+
+
 @kernel(cache=True)
 def range_costs(
     columns: Ints,
@@ -188,7 +247,9 @@ def range_costs(
     Backward blocks before the last go on without their syncs, but no microbatch takes less than
     the link is busy with it.
 
-    The running microbatch needs max over i of (held by a … i) + working(i) bytes.
+    The running microbatch needs max over i of (held by a … i) + working(i) bytes, and of the
+    gradients that were made whole before i, or by the microbatch before, and are not summed yet:
+    the link takes them one after the other.
 
     Args:
         columns: [N, NUM_COLUMNS].
@@ -210,17 +271,24 @@ def range_costs(
     )
     offsets, ends = out_edges
     gathers = bool(columns[:, GATHER].any())
+    sum_ends, whole_bytes = (
+        np.empty(columns.shape[0], np.int64),
+        np.empty(columns.shape[0], np.int64),
+    )
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
         launch, weight, update, busy, carried = 0, 0, 0, 0, 0
         state, held, peak = 0, 0, 0
         inner = final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+        queue = (0, 0, 0, 0)
         for a in range(end - 1, -1, -1):
             convert = 0
             for e in range(offsets[a], offsets[a + 1]):
                 if ends[e] < end:
                     convert += back[e]
             each, once = columns[a, EACH_SYNC], columns[a, SYNC]
+            queue = _summed_by(inner[0], sum_ends, whole_bytes, queue)
+            most = columns[a, WORKING] + queue[2]
             inner = _backward(columns, 0, a, convert, shares_link, gathers, inner)
             final = _backward(columns, once, a, convert, shares_link, gathers, final)
             launch += columns[a, LAUNCH_BACK]
@@ -230,7 +298,9 @@ def range_costs(
             update += columns[a, UPDATE]
             state += columns[a, STATE]
             held += columns[a, HELD]
-            peak = max(peak, columns[a, WORKING]) + columns[a, HELD]
+            drained = shares_link and not gathers and (convert > 0 or columns[a, AGAIN] > 0)
+            queue = _queued(columns, a, inner[0], drained, sum_ends, whole_bytes, queue)
+            peak = max(peak, most) + columns[a, HELD]
             if inner[0] > limit:
                 break
             if a != cuts[first]:
@@ -253,7 +323,9 @@ def range_costs(
             costs[STAGE_LAST, first, last] = finish - backward
             costs[STAGE_STATE, first, last] = state - tied
             costs[STAGE_HELD, first, last] = held
-            costs[STAGE_PEAK, first, last] = peak
+            again = costs[STAGE_FORWARD, first, last] + backward
+            left = _peak_with_leftovers(columns, a, end, held, again, sum_ends, whole_bytes, queue)
+            costs[STAGE_PEAK, first, last] = max(peak, left)
             costs[STAGE_TIED, first, last] = sent
             first = 0 if whole else first - 1
 

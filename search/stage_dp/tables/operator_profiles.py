@@ -285,6 +285,7 @@ def _columns(row: OperatorRow) -> Ints:
     columns[kernels.SYNC] = row.sync.ns + row.publish.ns
     columns[kernels.UPDATE] = row.update.ns
     columns[kernels.STATE] = _states(row)
+    columns[kernels.WHOLE_GRADIENT] = row.whole_gradient_bytes
     return columns
 
 

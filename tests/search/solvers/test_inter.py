@@ -132,7 +132,8 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
         memory = simulation.memory[stage]
         assert ours[4] == memory.state
         peak = ours[4] + ours[6] + (held[stage] - 1) * ours[5]
-        assert peak == pytest.approx(memory.without_waiting, rel=0.05)
+        # How long gradients wait depends on the other stages, which a table knows nothing of.
+        assert peak == pytest.approx(memory.peak, rel=0.05 if zero < 2 else 0.15)
 
 
 # -- the program --------------------------------------------------------------------------------
@@ -280,6 +281,22 @@ def test_estimates_agree_with_the_simulator(name):
         assert simulation.fits
         assert candidate.seconds == pytest.approx(simulation.step_time, rel=0.15)
         assert candidate.peak_bytes == pytest.approx(simulation.peak_memory, rel=0.12)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_that_wait_for_slow_links_count(zero):
+    """A stage under ZeRO-2 was taken to fit whose gradients wait whole for their sums."""
+    graph = mlp([2048] * 9, batch=64)
+    where = situation(graph, Cluster.preset("p3.16xlarge"))
+    limits = PipelineLimits(
+        microbatches=(4,), num_stages=(2,), tensor_ways=(1,), zero_stages=(zero,),
+        recompute=("none",), equal_meshes=True,
+    )  # fmt: skip
+    (candidate, *_) = candidates(where, limits=limits).plans
+    memory = where.simulate(candidate.plan(where)).memory
+    for estimate, rank in zip(candidate.peaks, memory, strict=True):
+        assert rank.waiting > 0.1 * rank.peak
+        assert 0.8 * rank.peak < estimate < 1.15 * rank.peak
 
 
 def test_the_best_candidate_is_no_slower_than_known_setups():
