@@ -29,6 +29,10 @@ a twentieth of what scores count it with, to which it rises in the first phase."
 ROUND = 4000
 """Evaluations of each chain between two looks at the keyboard."""
 
+ASKED = 100
+"""Evaluations between questions of a chain whether it is time to stop: up to seconds of a large
+pipeline."""
+
 
 def chain_seed(seed: int, number: int) -> int:
     """The seed of a chain of a search, which numbers its chains.
@@ -146,6 +150,7 @@ def run_chains(
     num_threads: int | None = None,
     exchange_every: int = 0,
     after_round: Callable[[], bool] | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> None:
     """Run chains to their ends, each in a thread of its own, as many at once as there are cores.
 
@@ -176,6 +181,7 @@ def run_chains(
             score goes on from the best choices of the chain that has the best; 0 for never. Only
             chains of one problem exchange.
         after_round: called between rounds; True ends the run, as an exception from it does.
+        stop: asked now and then by each chain; if it is time, rounds end where they are.
 
     Raises:
         ValueError: if there are fewer threads than one, or an exchange is asked for between chains
@@ -194,14 +200,25 @@ def run_chains(
     with ThreadPoolExecutor(threads) as pool:
         while any(chain.done < chain.total for chain in chains):
             step = min(length, exchange_every - since) if exchange_every else length
-            for _ in pool.map(lambda chain: chain.advance(step), chains):  # noqa: B023
+            for _ in pool.map(lambda chain: _advance(chain, step, stop), chains):  # noqa: B023
                 pass
             since += step
             if exchange_every and since == exchange_every:
                 since = 0
                 _exchange(chains)
-            if after_round is not None and after_round():
+            if (after_round is not None and after_round()) or (stop is not None and stop()):
                 return
+
+
+def _advance(chain: AnnealingChain, count: int, stop: Callable[[], bool] | None) -> None:
+    """Go on for so many evaluations, unless it is time to stop."""
+    if stop is None:
+        chain.advance(count)
+        return
+    for begin in range(0, count, ASKED):
+        if stop():
+            return
+        chain.advance(min(ASKED, count - begin))
 
 
 def _exchange(chains: Sequence[AnnealingChain]) -> None:

@@ -150,6 +150,7 @@ class SkeletonChoices:
                 chains,
                 num_threads=self._num_threads,
                 after_round=lambda: self._watch.after_round(chains),
+                stop=self._watch.stop,
             )
         except KeyboardInterrupt:
             best = min(chains, key=lambda chain: chain.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -166,6 +167,28 @@ def test_a_chain_weighs_what_is_over_the_memory_as_its_course_has_it() -> None:
         best = case.simulate(p, chain.best)
         assert chain.rank == (False, pytest.approx(best.step_time))
     assert met == {True, False}
+
+
+def test_chains_stop_within_a_round() -> None:
+    """A round of the chains of a long pipeline went on for 20 seconds after its time was up."""
+    graph = mlp([256, 1024, 64], batch=64)
+    skeleton = next(s for s in skeletons(graph, CLUSTER) if len(s.stages) == 1)
+    p = Case(graph, skeleton).problem()
+    start = np.zeros(len(p.choices), dtype=np.int64)
+
+    def chains() -> list[AnnealingChain]:
+        return [AnnealingChain(p, start, 3000, seed) for seed in range(2)]
+
+    asked = itertools.count()
+    stopped, asking, plain = chains(), chains(), chains()
+    run_chains(stopped, num_threads=1, stop=lambda: next(asked) >= 10)
+    assert 0 < stopped[0].done < 3000
+    run_chains(asking, stop=lambda: False)
+    run_chains(plain)
+    for one, other in zip(asking, plain, strict=True):
+        assert one.done == other.done == 3000
+        assert one.rank == other.rank
+        np.testing.assert_array_equal(one.best, other.best)
 
 
 def test_chains_that_cross_plans_that_do_not_fit_come_further() -> None:
