@@ -101,8 +101,15 @@ class FewerDevices:
 
     @cached_property
     def _parts(self) -> list[ClusterPart]:
-        cluster = self.space.situation.cluster
-        return list(cluster_parts(cluster)) if cluster.num_devices <= SMALL_CLUSTER else []
+        """Where there is time for them: what their computing takes is a long sum of prices."""
+        here = self.space.situation
+        if here.cluster.num_devices > SMALL_CLUSTER:
+            return []
+        found = list(cluster_parts(here.cluster))
+        if here.clock.is_brief:
+            self._exclude("parts of the cluster for which there was no time", len(found))
+            return []
+        return found
 
     def _counts(self, part: ClusterPart) -> tuple[int, ...]:
         """Numbers of microbatches with which a plan on a part may take less than the best."""
@@ -114,8 +121,8 @@ class FewerDevices:
             if self.space.work.seconds_on_part(devices, count) < best
         )
 
-    def _exclude(self, why: str) -> None:
-        self.excluded[why] = self.excluded.get(why, 0) + 1
+    def _exclude(self, why: str, count: int = 1) -> None:
+        self.excluded[why] = self.excluded.get(why, 0) + count
 
 
 def on_part(skeleton: Skeleton, part: ClusterPart) -> Skeleton:

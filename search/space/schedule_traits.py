@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.schedules.actions import (
+    WEIGHT_GRADIENT_KINDS,
     Action,
     ActionKind,
     Schedule,
-    makes_weight_gradient,
 )
 from stratagem.simulator.schedules.named_schedules import SCHEDULES, slices_tokens
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
@@ -316,7 +316,7 @@ def _held(schedule: Schedule) -> tuple[int, ...]:
     """By stage, the most microbatches that its rank holds, until their last backward ends."""
     held = [0] * schedule.num_stages
     for order in schedule.orders:
-        most = _most(order, makes_weight_gradient)
+        most = _most(order, WEIGHT_GRADIENT_KINDS)
         for stage in {action.stage for action in order}:
             held[stage] = most
     return tuple(held)
@@ -324,13 +324,11 @@ def _held(schedule: Schedule) -> tuple[int, ...]:
 
 def _most_waiting(order: Iterable[Action]) -> int:
     """The most microbatches on a rank whose way back is yet to begin."""
-    back = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-    return _most(order, lambda action: action.kind in back)
+    return _most(order, (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
 
 
-def _most(order: Iterable[Action], lets_go: Callable[[Action], bool]) -> int:
-    most = now = 0
-    for action in order:
-        now += (action.kind is ActionKind.FORWARD) - lets_go(action)
-        most = max(most, now)
-    return most
+def _most(order: Iterable[Action], let_go: Container[ActionKind]) -> int:
+    """The most microbatches that went forward on a rank and were not let go of."""
+    forward = ActionKind.FORWARD
+    changes = [(action.kind is forward) - (action.kind in let_go) for action in order]
+    return max(0, max(accumulate(changes), default=0))

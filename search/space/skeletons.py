@@ -503,9 +503,9 @@ def skeletons(
         counts = [
             parts
             for parts in graph.microbatch_counts
-            if can_run(schedule, num_ranks, parts)
-            and (num_ranks == 1 or parts <= max_microbatches)
+            if (num_ranks == 1 or parts <= max_microbatches)
             and (graph.batch // parts >= least or parts <= 2 or num_ranks == 1)
+            and can_run(schedule, num_ranks, parts)
         ]
         if not counts:
             continue

@@ -310,9 +310,13 @@ class Schedule:
         return frozenset(found)
 
 
+WEIGHT_GRADIENT_KINDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+"""Actions that make the gradient of their stage's weights, and let go of its input."""
+
+
 def makes_weight_gradient(action: Action) -> bool:
     """Whether an action makes the gradient of its stage's weights, and lets go of its input."""
-    return action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+    return action.kind in WEIGHT_GRADIENT_KINDS
 
 
 def validate(schedule: Schedule) -> None:
