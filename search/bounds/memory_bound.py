@@ -18,6 +18,7 @@ from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.hardware.headroom import NO_HEADROOM, Headroom
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots, saves_output
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.sharding.choice import Choice
@@ -73,10 +74,10 @@ class HoldingBounds:
 
     Args:
         models: of the situation, at each number of microbatches.
-        headroom: share of the memory that must stay free.
+        headroom: of each device.
     """
 
-    def __init__(self, models: MicrobatchModels, headroom: float = 0.0) -> None:
+    def __init__(self, models: MicrobatchModels, headroom: Headroom = NO_HEADROOM) -> None:
         self._models, self._headroom = models, headroom
         self._whole: dict[Any, Footprint] = {}
         self._stages: dict[Any, tuple[int, int]] = {}
@@ -102,7 +103,7 @@ class HoldingBounds:
     def _capacity(self, mesh: DeviceMesh) -> int:
         if id(mesh) not in self._capacities:
             whole = mesh.memory_bytes(self._models.situation.cluster)
-            self._capacities[id(mesh)] = mesh, int(whole * (1.0 - self._headroom))
+            self._capacities[id(mesh)] = mesh, self._headroom.usable(whole)
         return self._capacities[id(mesh)][1]
 
     def _held(self, skeleton: Skeleton, stage: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.bounds.memory_bound import HoldingBounds
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.simulator.hardware.headroom import Headroom
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,18 @@ class QuickBounds:
         >>> from stratagem.simulator.graph.models import mlp
         >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
-        >>> bounds = QuickBounds(
-        ...     Situation(graph, cluster, Training(), default_costs()), Options(), headroom=0.0
-        ... )
+        >>> situation = Situation(graph, cluster, Training(), default_costs())
+        >>> bounds = QuickBounds(situation, Options(), NO_HEADROOM)
         >>> [look.why for look in bounds.look([next(skeletons(graph, cluster))])]
         ['']
 
     Args:
         situation: model, cluster, training and prices.
         options: of choices.
-        headroom: share of the memory that must stay free.
+        headroom: of each device.
     """
 
-    def __init__(self, situation: Situation, options: Options, headroom: float) -> None:
+    def __init__(self, situation: Situation, options: Options, headroom: Headroom) -> None:
         self._computing = ComputingBounds(situation, options)
         self.models, self._clock = self._computing.models, situation.clock
         self._holding = HoldingBounds(self.models, headroom)

@@ -1,13 +1,15 @@
-"""The best plan of a search until now, and the front of time, memory and devices."""
+"""The best plan of a search until now, what is told of it meanwhile, and the front of plans."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options
+from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
@@ -82,6 +84,37 @@ class TracePoint:
     evaluations: int
     skeleton: str
     best: float
+
+
+@dataclass(frozen=True)
+class SearchProgress:
+    """Where a search is: what it does, how much of it is done (0 to 1), best step so far (s).
+
+    Example:
+        >>> SearchProgress("surveying skeletons", 0.3, best=0.020, bound=0.019).in_words
+        'best 20.0 ms, none under 19.0 ms (gap 5.0 %)'
+        >>> SearchProgress("listing skeletons", 0.02, best=math.inf).in_words
+        ''
+
+    Attributes:
+        bound: seconds under which no plan is, as far as is proved by now; 0 before that is known.
+    """
+
+    phase: str
+    fraction: float
+    best: float
+    bound: float = 0.0
+
+    @property
+    def in_words(self) -> str:
+        """The best plan until now, the bound, and how far one may be from the other."""
+        if not math.isfinite(self.best):
+            return ""
+        best = f"best {format_duration(self.best)}"
+        if self.bound <= 0:
+            return best
+        gap = max(0.0, 1.0 - self.bound / self.best)
+        return f"{best}, none under {format_duration(self.bound)} (gap {100 * gap:.1f} %)"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from stratagem.searcher.driver.saved_result import (
     read_seconds,
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
-from stratagem.searcher.improvement.simpler_plans import variety
+from stratagem.searcher.improvement.simpler_plans import TELLS_APART, variety
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -32,6 +32,7 @@ from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.drawing.convergence_curve import convergence_curve
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
+from stratagem.simulator.hardware.headroom import NO_HEADROOM, Headroom
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import shape_of
@@ -41,6 +42,9 @@ from stratagem.simulator.simulation.simulation import KeptSimulation, Simulation
 
 PROVED_GAP = 5e-4
 """A plan that is nearer to a bound is the best there is, for all that matters."""
+
+FITTING = ("yes", "without headroom", "no")
+"""What tables say of plans: they fit, or would if nothing had to stay free, or do not."""
 
 NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
@@ -63,6 +67,7 @@ class StopReason(enum.Enum):
     SECONDS = "the time of the budget was spent"
     EVALUATIONS = "all evaluations of the budget were spent"
     NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
+    NEAR = "the gap that was asked for is proved: nobody can find a plan that is better by more"
     SETTLED = "the skeletons chosen were searched in full, the others bounded only"
     LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
     PROVED = "the lower bound proves that no plan of the space is better"
@@ -78,12 +83,20 @@ class Budget:
 
     Only a search whose time did not run out gives the same plan again.
 
+    Attributes:
+        evaluations: plans to evaluate.
+        seconds: wall time; None has no limit.
+        gap: share of a step: the search ends as soon as it is proved that no plan of the space
+            takes so much less than the best one found (`SearchResult.gap`). With 0.05 it ends
+            where what could be gained is less than predictions tell apart. With 0 it goes on.
+
     Raises:
-        ValueError: on a negative number.
+        ValueError: on a negative number, or a gap of 1 or more.
     """
 
     evaluations: int = 40_000
     seconds: float | None = None
+    gap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
@@ -91,6 +104,10 @@ class Budget:
                 f"budget of {self.evaluations} evaluations and "
                 f"{'any number of' if self.seconds is None else self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
+            )
+        if not 0 <= self.gap < 1:
+            raise ValueError(
+                f"budget: gap is {self.gap}; it is a share of the step, from 0 to below 1"
             )
 
     def least(self, num_operators: int) -> int:
@@ -110,12 +127,12 @@ class Budget:
 
         Example:
             >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
-            Budget(evaluations=333, seconds=25.0)
+            Budget(evaluations=333, seconds=25.0, gap=0.0)
         """
         seconds = self.seconds
         if seconds is not None:
             seconds = max((seconds - spent) / (count - number), 1e-9)
-        return Budget(self.evaluations // count, seconds)
+        return Budget(self.evaluations // count, seconds, self.gap)
 
 
 RESULT_FORM = FileForm(version=1, remedy="search again", format="stratagem search result")
@@ -154,6 +171,8 @@ class SearchResult(SavedValue):
         evaluations: plans that chains decided on.
         seconds: wall time of the search.
         fastest: where the simplest plan was asked for and is another one, the fastest; else None.
+        headroom: of each device's memory what was to stay free. Bounds and the certificate are of
+            plans that leave it free; baselines that do not keep their row and are marked.
     """
 
     FILE: ClassVar[str] = "search result"
@@ -173,6 +192,7 @@ class SearchResult(SavedValue):
     evaluations: int
     seconds: float
     fastest: Simulation | None = None
+    headroom: Headroom = NO_HEADROOM
 
     def to_json(self) -> str:
         """The text of the file of a search: all of the above, baselines in brief."""
@@ -192,6 +212,7 @@ class SearchResult(SavedValue):
             evaluations=self.evaluations,
             seconds=self.seconds,
             fastest=None if self.fastest is None else self.fastest.kept(brief=True),
+            headroom=self.headroom,
         )
         return encode({**RESULT_FORM.head, "result": kept})
 
@@ -228,9 +249,34 @@ class SearchResult(SavedValue):
     @property
     def rows(self) -> list[tuple[str, float, int, bool]]:
         """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
+        found = self._compared
+        return [(name, s.step_time, s.peak_memory, self.fits(s)) for name, s in found.items()]
+
+    @property
+    def _compared(self) -> dict[str, Simulation]:
+        """The plan found, the fastest where that is another one, and the baselines."""
         fastest = {} if self.fastest is None else {"fastest plan": self.fastest}
-        found = {"found plan": self.simulation, **fastest, **self.baselines}
-        return [(name, s.step_time, s.peak_memory, s.fits) for name, s in found.items()]
+        return {"found plan": self.simulation, **fastest, **self.baselines}
+
+    def fits(self, simulation: Simulation) -> bool:
+        """Whether a plan leaves the headroom of the search free."""
+        if not self.headroom:
+            return simulation.fits
+        whole = zip(simulation.memory, _capacities(simulation), strict=True)
+        return all(memory.peak <= self.headroom.usable(most) for memory, most in whole)
+
+    def fits_without_headroom(self, simulation: Simulation) -> bool:
+        """Whether a plan fits the memory, but does not leave the headroom of the search free."""
+        if not self.headroom or self.fits(simulation):
+            return False
+        whole = zip(simulation.memory, _capacities(simulation), strict=True)
+        return all(memory.peak <= most for memory, most in whole)
+
+    def fitting(self, simulation: Simulation) -> str:
+        """Whether a plan fits, in a word or two (see `FITTING`)."""
+        if self.fits(simulation):
+            return FITTING[0]
+        return FITTING[1 if self.fits_without_headroom(simulation) else 2]
 
     @property
     def space_table(self) -> Table:
@@ -261,6 +307,8 @@ class SearchResult(SavedValue):
         if self.bound is None:
             return "no bound: the search ended before there was one"
         everything = "of the space" if self.bounds_all else f"on the {self._num_listed}"
+        if self.headroom:
+            everything += f" that leaves {self.headroom} free"
         if (self.gap or 0.0) < PROVED_GAP:
             return f"proved: no plan {everything} takes less than {format_duration(step)}"
         return (
@@ -292,9 +340,14 @@ class SearchResult(SavedValue):
     def _shortage(self) -> str:
         """What lacks how many bytes, and the remedy, if that is known."""
         told = self.notes.get(NOTHING_FITS_NOTE)
-        if told:
+        if told and not self.fits_without_headroom(self.simulation):
             return f" ({told})"
         over = [memory.peak - memory.capacity for memory in self.simulation.memory]
+        if self.fits_without_headroom(self.simulation):
+            return (
+                f" (the closest would fit if not {self.headroom} had to stay free: it may run, or "
+                "not; ask for less headroom to have it)"
+            )
         return f" (the closest lacks {format_bytes(max(over))} a device on rank {np.argmax(over)})"
 
     @property
@@ -309,10 +362,10 @@ class SearchResult(SavedValue):
         }
         ours = self.simulation.step_time
         found, *known = (
-            (name, time, time / ours - 1.0, peak, "yes" if fits else "no")
-            for name, time, peak, fits in self.rows
+            (name, time, time / ours - 1.0, peak, self.fitting(each))
+            for (name, time, peak, _), each in zip(self.rows, self._compared.values(), strict=True)
         )
-        known.sort(key=lambda row: (row[4] == "no", row[1]))
+        known.sort(key=lambda row: (FITTING.index(row[4]), row[1]))
         title = f"{self.graph.name} on {self.plan.cluster.name}"
         return Table(title, columns, (found, *known))
 
@@ -333,10 +386,11 @@ class SearchResult(SavedValue):
     def _words(self) -> str:
         """How good the plan is, and what was done for it."""
         vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
+        told = self._of_gap, self._of_headroom, vain, self.simulation.crowded
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
             f"{self._of_fastest}{self.stop_reason.value}.{self._caveat}"
-            + "".join(f" {more}." for more in (vain, self.simulation.crowded) if more)
+            + "".join(f" {more}." for more in told if more)
         )
 
     @property
@@ -353,6 +407,22 @@ class SearchResult(SavedValue):
             f"{words}; the fastest plan has {variety(fastest.plan, self.graph)} more and takes "
             f"{format_duration(fastest.step_time)}, {100 * costs / (1 + costs):.1f} % less"
         )
+
+    @property
+    def _of_gap(self) -> str:
+        """That no more is to be gained than predictions tell apart, where that is proved."""
+        gap = self.gap
+        if gap is None or not PROVED_GAP <= gap <= TELLS_APART:
+            return ""
+        return (
+            f"What could still be gained, {100 * gap:.1f} %, is less than predictions tell apart "
+            f"({TELLS_APART:.0%})"
+        )
+
+    @property
+    def _of_headroom(self) -> str:
+        """What had to stay free, if anything had."""
+        return f"Of the memory {self.headroom} had to stay free" if self.headroom else ""
 
     @property
     def _of_fastest(self) -> str:
@@ -380,6 +450,15 @@ class SearchResult(SavedValue):
         return f"{self.table._repr_html_()}<p>{html.escape(self._words)}</p>{self.curve}"
 
 
+def _capacities(simulation: Simulation) -> list[int]:
+    """The whole memory that a device of each rank of a plan has, whatever is to stay free."""
+    plan = simulation.plan
+    first: dict[int, int] = {}
+    for stage, rank in zip(plan.stages, plan.rank_of, strict=True):
+        first.setdefault(rank, stage.mesh.memory_bytes(plan.cluster))
+    return [first[rank] for rank in sorted(first)]
+
+
 @dataclass(frozen=True)
 class _KeptResult:
     graph: dict[str, Any]
@@ -397,6 +476,7 @@ class _KeptResult:
     evaluations: int
     seconds: float
     fastest: KeptSimulation | None = None
+    headroom: Headroom = NO_HEADROOM
 
 
 @dataclass(frozen=True)
@@ -414,7 +494,10 @@ def _read(kept: _KeptResult) -> SearchResult:
     plan.check(plan.rewrite(graph).graph)
     figures = {
         name: msgspec.to_builtins(getattr(kept, name))
-        for name in ("bound", "listed_bound", "space", "front", "trace", "evaluations", "seconds")
+        for name in (
+            *("bound", "listed_bound", "space", "front", "trace", "evaluations", "seconds"),
+            "headroom",
+        )
     }
     check_numbers(figures, "its result", least=1e-30, most=2.0**62)
     return SearchResult(
@@ -433,4 +516,5 @@ def _read(kept: _KeptResult) -> SearchResult:
         evaluations=kept.evaluations,
         seconds=kept.seconds,
         fastest=None if kept.fastest is None else Simulation.from_kept(kept.fastest),
+        headroom=kept.headroom,
     )

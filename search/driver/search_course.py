@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.quick_bounds import Look
 from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
 from stratagem.searcher.driver.improver import Improver, affordable
-from stratagem.searcher.driver.incumbent import Incumbent, TracePoint
+from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
 from stratagem.searcher.driver.skeleton_entries import (
     SkeletonEntry,
@@ -69,14 +68,8 @@ MOST_DESCENTS, DESCENT_EVALUATIONS = 3, 2_000
 choose anew on neighbours, what is come to is searched, and the search goes on from there."""
 
 
-@dataclass(frozen=True)
-class SearchProgress:
-    """Where a search is: what it does, how much of it is done (0 to 1), best step so far (s)."""
-
-    phase: str
-    fraction: float
-    best: float
-
+BOUNDED_EVERY = 0.2
+"""Seconds after which the bound that is shown to whoever watches is taken anew."""
 
 ProgressReport = Callable[[SearchProgress], None]
 
@@ -100,6 +93,7 @@ class SearchCourse:
         self.incumbent = Incumbent(space.constraints, space.options)
         self.trace: list[TracePoint] = []
         self.evaluations = 0
+        self._bound, self._bounded_at = 0.0, -np.inf
         self.notes: dict[str, str] = {}
         self.baselines: dict[str, Simulation] = {}
         self._sharpener = Sharpener(
@@ -192,6 +186,8 @@ class SearchCourse:
         left = self._survey(best_ranked, weakest, work) if weakest else 0
         idle = improver.refine(self._leave_idle(num_skeletons), num_skeletons, self._shares.is_up)
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
+        if self._is_near_enough():
+            return StopReason.NEAR
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
         left -= self._bound_found(found, left)
@@ -212,16 +208,26 @@ class SearchCourse:
             self._search_entry(entry, share, number, len(chosen))
             if self._shares.is_up():
                 return StopReason.SECONDS
+            if self._is_near_enough():
+                return StopReason.NEAR
         self._search_nearly_as_good()
         anew = DESCENT_EVALUATIONS if least and self._is_small else 0
         for _ in range(MOST_DESCENTS):
             found = improver.descend(self._shares.is_up, anew)
             left -= self._bound_found(found, left)
+            if self._is_near_enough():
+                return StopReason.NEAR
             if not self._search_found(found[:num_skeletons]):
                 break
         space.look_again()
         self._certify(left, work, self._shares.is_up)
         return self._reason()
+
+    def _is_near_enough(self) -> bool:
+        """Whether the gap that the budget asks for is proved."""
+        best, gap = self.incumbent.time, self.budget.gap
+        may = gap > 0 and np.isfinite(best)
+        return bool(may and best - self.space.known_bound(best) <= gap * best)
 
     def _reason(self) -> StopReason:
         """Why a search ends that did all that it set out to do."""
@@ -234,6 +240,8 @@ class SearchCourse:
             return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
         if self._shares.is_up():
             return StopReason.SECONDS
+        if self._is_near_enough():
+            return StopReason.NEAR
         if self.budget.evaluations == 0:
             return StopReason.NO_EVALUATIONS
         spent = self.evaluations >= self.budget.evaluations
@@ -564,7 +572,11 @@ class SearchCourse:
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
-        self._show(SearchProgress(phase, fraction, self.incumbent.time if best is None else best))
+        now = time.monotonic()
+        if now >= self._bounded_at + BOUNDED_EVERY:
+            self._bound, self._bounded_at = self.space.known_bound(self.incumbent.time), now
+        best = self.incumbent.time if best is None else best
+        self._show(SearchProgress(phase, fraction, best, min(self._bound, best)))
 
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)

@@ -122,7 +122,7 @@ class Space:
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
         self.entries: list[SkeletonEntry] = []
-        self.quick = QuickBounds(situation, options, constraints.constraints.headroom)
+        self.quick = QuickBounds(situation, options, constraints.constraints.room)
         self.is_looked_at = False
         self.pipelines_bound: float | None = None
         self.unlisted_bound = float("inf")
@@ -144,7 +144,7 @@ class Space:
             zero_stages=self.zero_stages,
             microbatches=wishes.microbatches or (),
             recompute=self.policies,
-            headroom=wishes.headroom,
+            headroom=wishes.room,
         )
 
     def skeleton_of(self, plan: Plan) -> Skeleton:
@@ -348,8 +348,21 @@ class Space:
         for entry in self.entries:
             if entry.fate is Fate.OPEN and entry.bound >= best:
                 entry.fate = Fate.PRUNED
-        open_ones = [e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN]
-        return min([best, self.unlisted_bound, *open_ones])
+        return self._least_listed(best)
+
+    def known_bound(self, best: float) -> float:
+        """Seconds that every plan takes at least, as proved by now; 0 before. It changes no fate.
+
+        Where all pipelines are not bounded together, it is of the skeletons of the list only.
+        """
+        if not self.is_looked_at:
+            return 0.0
+        others = best if self.pipelines_bound is None else self.pipelines_bound
+        return min(self._least_listed(best), others)
+
+    def _least_listed(self, best: float) -> float:
+        open_ones = (e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN)
+        return min(best, self.unlisted_bound, *open_ones)
 
     def bound_pipelines(self) -> None:
         """Find what no pipeline is under that the constraints allow, wherever it is cut.

@@ -82,8 +82,7 @@ class Sharpener:
         quick: QuickBounds | None = None,
     ) -> None:
         self.situation = situation
-        headroom = constraints.constraints.headroom
-        self._quick = quick or QuickBounds(situation, options, headroom)
+        self._quick = quick or QuickBounds(situation, options, constraints.constraints.room)
         self._options, self._zero_stages = options, zero_stages
         self._constraints, self._policies, self._seed = constraints, policies, seed
         self._neighbourhoods: dict[tuple[str, ...], Neighbourhood] = {}

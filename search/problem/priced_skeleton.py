@@ -19,6 +19,7 @@ from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.headroom import NO_HEADROOM, Headroom
 from stratagem.simulator.hardware.resources import (
     NUM_RESOURCES,
     RIVALS,
@@ -201,17 +202,19 @@ def make_problem(
     if constraints is not None:
         choices = _allowed(choices, small, skeleton, pipeline.stage_of, constraints, cluster)
     priced = price_pipeline(pipeline, small, choices, Prices(costs, memory or RowMemory()))
-    headroom = 0.0 if constraints is None else constraints.constraints.headroom
+    headroom = NO_HEADROOM if constraints is None else constraints.constraints.room
     return problem_of(priced, skeleton, headroom)
 
 
-def problem_of(priced: PricedPipeline, skeleton: Skeleton, headroom: float = 0.0) -> Problem:
+def problem_of(
+    priced: PricedPipeline, skeleton: Skeleton, headroom: Headroom = NO_HEADROOM
+) -> Problem:
     """The arrays of a pipeline with a list of choices an operator.
 
     Args:
         priced: the pipeline.
         skeleton: that it is of.
-        headroom: the share of each device's memory that must stay free.
+        headroom: of each device.
 
     Raises:
         ValueError: an operator may be pinned to a part of its mesh.
@@ -224,7 +227,7 @@ def problem_of(priced: PricedPipeline, skeleton: Skeleton, headroom: float = 0.0
     capacities, ranks = _flat_situations(pipeline)
     tensors, tensor_sharing = _flat_tensors(priced)
     if headroom:
-        capacities = (capacities * (1.0 - headroom)).astype(np.int64)
+        capacities = np.array([headroom.usable(int(c)) for c in capacities], dtype=np.int64)
     stage_of = [pipeline.stage_of[op.name] for op in small.operators]
     return Problem(
         priced=priced,

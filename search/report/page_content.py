@@ -66,16 +66,14 @@ def page_content(result: SearchResult, changes: Table, version: str) -> dict[str
 
 
 def _summary(result: SearchResult) -> str:
-    fits = [s for s in result.baselines.values() if s.fits]
+    fits = {name: s for name, s in result.baselines.items() if result.fits(s)}
     ours = result.simulation.step_time
     if not result.simulation.fits:
         return "No plan that fits was found; this one comes closest."
     words = f"A step takes {format_duration(ours)}"
     if not fits:
         return f"{words}; no known strategy fits."
-    name, best = min(
-        ((n, s) for n, s in result.baselines.items() if s.fits), key=lambda pair: pair[1].step_time
-    )
+    name, best = min(fits.items(), key=lambda pair: pair[1].step_time)
     gain = 1.0 - ours / best.step_time
     if gain < -5e-4:
         more = ours / best.step_time - 1.0
@@ -88,6 +86,7 @@ def _summary(result: SearchResult) -> str:
 def _figures(result: SearchResult) -> list[dict[str, str]]:
     simulation, cluster = result.simulation, result.plan.cluster
     capacity = min(rank.capacity for rank in simulation.memory)
+    free = f", {result.headroom} to stay free" if result.headroom else ""
     tokens = any(role_of(op) is OperatorRole.LOOKUP for op in result.graph.operators)
     rows = [
         ("step", format_duration(simulation.step_time), simulation.error_in_words),
@@ -99,7 +98,7 @@ def _figures(result: SearchResult) -> list[dict[str, str]]:
         (
             "memory per device",
             format_bytes(simulation.peak_memory),
-            f"of {format_bytes(capacity)}" + ("" if simulation.fits else ", does not fit"),
+            f"of {format_bytes(capacity)}{free}" + ("" if simulation.fits else ", does not fit"),
         ),
         ("devices", str(result.plan.num_devices), f"of {cluster.num_devices}, {cluster.name}"),
     ]

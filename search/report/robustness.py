@@ -109,7 +109,8 @@ def robustness(
         'the best of 15 plans in 72% of 100 draws of errors; at worst it takes 0.2 % more than …'
 
     Args:
-        result: of a search; its plan and those of its baselines that fit are compared.
+        result: of a search; its plan and those of its baselines that leave its headroom free are
+            compared.
         costs: prices of operators, those of the search; the device model when left out.
         draws: how often errors are drawn.
         seed: of the draws.
@@ -122,8 +123,9 @@ def robustness(
         raise ValueError(f"draws is {draws}; draw errors at least once")
     if not result.simulation.fits:
         raise ValueError("the plan found does not fit the memory, so there is no choice to judge")
-    others = {"fastest plan": result.fastest} if result.fastest is not None else {}
-    known = {n: each.plan for n, each in {**others, **result.baselines}.items() if each.fits}
+    fastest = {"fastest plan": result.fastest} if result.fastest is not None else {}
+    others = {**fastest, **result.baselines}
+    known = {name: each.plan for name, each in others.items() if result.fits(each)}
     slopes = StepSlopes(result.graph, costs_or_default(costs))
     priced = [slopes.of(plan) for plan in (result.plan, *known.values())]
     nominal = np.array([step for step, _ in priced])

@@ -21,6 +21,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Pin, Shard
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.hardware.headroom import MEASURED, Headroom, headroom_of
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
@@ -94,7 +95,8 @@ class Constraints:
         schedules: schedules of pipelines that may be tried.
         recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the
             letter.
-        headroom: share of each device's memory that must stay free.
+        headroom: what of each device's memory must stay free: a share, a `Headroom`, or
+            ``"measured"``: what measured runs lacked beside what was predicted (`headroom`).
         rules: conditions of one's own (see `Rule`).
 
     Raises:
@@ -113,7 +115,7 @@ class Constraints:
     microbatches: tuple[int, ...] | None = None
     schedules: tuple[str, ...] | None = None
     recompute: tuple[str, ...] | None = None
-    headroom: float = 0.0
+    headroom: float | str | Headroom = 0.0
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,7 +135,12 @@ class Constraints:
                     f"constraints: both forbid and require name {pair[0]!r} on {pair[1]!r}; drop "
                     "it in one of them"
                 )
-        if not 0 <= self.headroom < 1:
+        if isinstance(self.headroom, str) and self.headroom != MEASURED:
+            raise ValueError(
+                f"constraints: headroom is {self.headroom!r}; give a share of the memory, from 0 "
+                f"to below 1, or {MEASURED!r}"
+            )
+        if not isinstance(self.headroom, str | Headroom) and not 0 <= self.headroom < 1:
             raise ValueError(
                 f"constraints: headroom is {self.headroom}; it is a share of the memory, from 0 "
                 "to below 1"
@@ -168,6 +175,32 @@ class Constraints:
             schedules=_both("schedule", schedules, self.schedules),
             zero_stages=_both("zero_stages", zero_stages, self.zero_stages),
         )
+
+    def on(self, cluster: Cluster) -> Constraints:
+        """These constraints with the headroom that plans on a cluster are to have.
+
+        Example:
+            >>> constraints = Constraints(headroom="measured")
+            >>> constraints.on(Cluster.preset("dgx-a100", num_nodes=1)).headroom
+            Headroom(share=0.11, fixed_bytes=2441084928)
+        """
+        if not isinstance(self.headroom, str):
+            return self
+        return replace(self, headroom=headroom_of(self.headroom, cluster))
+
+    @property
+    def room(self) -> Headroom:
+        """What of each device's memory must stay free.
+
+        Raises:
+            ValueError: it is the measured one, which depends on a cluster (see `on`).
+        """
+        if isinstance(self.headroom, str):
+            raise ValueError(
+                f"constraints: headroom is {self.headroom!r} of no cluster yet; ask "
+                "Constraints.on(cluster) for those of one"
+            )
+        return self.headroom if isinstance(self.headroom, Headroom) else Headroom(self.headroom)
 
     def describe(self) -> str:
         """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
@@ -323,19 +356,19 @@ class BoundConstraints:
 
     def violations(self, simulation: Simulation) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
-        most = 1 - self.constraints.headroom
+        room = self.constraints.room
         return self.breaks(simulation) + [
-            f"rank {r} holds {rank.peak} of {rank.capacity} bytes, above 1 − {1 - most:g}"
+            f"rank {r} holds {rank.peak} of {rank.capacity} bytes; {room} must stay free"
             for r, rank in enumerate(simulation.memory)
-            if most < 1 and rank.peak > rank.capacity * most
+            if room and rank.peak > room.usable(rank.capacity)
         ]
 
     def without_room(self, simulation: Simulation) -> Simulation | None:
         """A plan that leaves too little memory free, under the capacity it may use; else None."""
-        most = 1 - self.constraints.headroom
-        if all(rank.peak <= rank.capacity * most for rank in simulation.memory) or most == 1:
+        room = self.constraints.room
+        if not room or all(m.peak <= room.usable(m.capacity) for m in simulation.memory):
             return None
-        memory = (replace(m, capacity=int(m.capacity * most)) for m in simulation.memory)
+        memory = (replace(m, capacity=room.usable(m.capacity)) for m in simulation.memory)
         return replace(simulation, memory=tuple(memory))
 
     def breaks(self, simulation: Simulation) -> list[str]:

@@ -98,7 +98,7 @@ def _remedy(limits: PipelineLimits, schedule: str, held: int) -> str:
     if limits.microbatches:
         ways.append("allow more microbatches")
     if limits.headroom:
-        ways.append(f"leave less than {limits.headroom:.0%} of the memory free")
+        ways.append(f"leave less free than {limits.headroom}")
     return ", ".join([*ways, "take more devices or a smaller batch" if not ways else ""]).strip(
         ", "
     )

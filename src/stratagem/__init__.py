@@ -24,6 +24,7 @@ _HOMES = {
     "Options": "stratagem.searcher.space.skeletons",
     "Comparison": "stratagem.runs.predicted_and_measured",
     "Calibration": "stratagem.simulator.hardware.cluster",
+    "Headroom": "stratagem.simulator.hardware.headroom",
     "Checkpoints": "stratagem.simulator.forecast.checkpoint_intervals",
     "Choice": "stratagem.simulator.sharding.choice",
     "Cluster": "stratagem.simulator.hardware.cluster",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES, check_policy
+from stratagem.simulator.hardware.headroom import NO_HEADROOM, Headroom
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class PipelineLimits:
     """Bounds on a plan; an empty list allows everything.
 
     Example:
-        >>> PipelineLimits(max_stages=8, tensor_ways=(8,), headroom=0.1).capacity(100)
+        >>> PipelineLimits(max_stages=8, tensor_ways=(8,), headroom=Headroom(0.1)).capacity(100)
         90
 
     Attributes:
@@ -25,7 +26,7 @@ class PipelineLimits:
             and 3 do after every microbatch.
         microbatches: numbers of microbatches.
         recompute: policies (see `checkpoint_segments.recomputed_operators`).
-        headroom: part of a device's memory that stays free.
+        headroom: what of each device's memory stays free.
         equal_meshes: whether all stages get equally many devices.
 
     Raises:
@@ -38,7 +39,7 @@ class PipelineLimits:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     microbatches: tuple[int, ...] = ()
     recompute: tuple[str, ...] = RECOMPUTE_POLICIES
-    headroom: float = 0.0
+    headroom: Headroom = NO_HEADROOM
     equal_meshes: bool = False
 
     def __post_init__(self) -> None:
@@ -48,11 +49,6 @@ class PipelineLimits:
                 raise ValueError(f"limits: {name} lists {low[0]}; list whole numbers from 1 up")
         if self.max_stages < 1:
             raise ValueError(f"limits: max_stages is {self.max_stages}; it must be at least 1")
-        if not 0 <= self.headroom < 1:
-            raise ValueError(
-                f"limits: headroom is {self.headroom}; it is a part of the memory from 0 up to, "
-                "but not including, 1"
-            )
         if not self.zero_stages or set(self.zero_stages) - {0, 1, 2, 3}:
             raise ValueError(
                 f"limits: zero_stages are {self.zero_stages}; list some of 0, 1, 2 and 3"
@@ -66,7 +62,7 @@ class PipelineLimits:
 
     def capacity(self, nbytes: int) -> int:
         """The bytes of a device that a plan may use."""
-        return int(nbytes * (1.0 - self.headroom))
+        return self.headroom.usable(nbytes)
 
     def allows_stages(self, count: int) -> bool:
         """Whether a plan may have `count` stages."""

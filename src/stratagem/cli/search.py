@@ -36,7 +36,7 @@ from stratagem.cli.shared.options import (
 from stratagem.cli.shared.rich_tables import result_table, strategy_table
 from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
 from stratagem.face import verbs
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.result import FITTING, Budget, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
 from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints
@@ -44,6 +44,7 @@ from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import check_place
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
+from stratagem.simulator.hardware.headroom import MEASURED
 from stratagem.simulator.plan.plan import Plan
 
 
@@ -93,8 +94,12 @@ def search(
         list[str] | None, typer.Option(help="DIM=AXIS: always shard a dim there; repeatable")
     ] = None,
     headroom: Annotated[
-        float, typer.Option(help="share of each device's memory that must stay free")
-    ] = 0.0,
+        str,
+        typer.Option(
+            help="what of each device's memory must stay free: a share, or measured: what "
+            "measured runs took beside what is predicted",
+        ),
+    ] = "0",
     compare_with: Baselines = None,
     rewrite: Annotated[
         int, typer.Option(help="search so many rewritten graphs too, that compute the same")
@@ -120,6 +125,9 @@ def search(
     ] = False,
     evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
     seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
+    gap: Annotated[
+        float, typer.Option(help="stop once no plan is proved to take so much less, a share")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="of every random number")] = 0,
     measure: Measure = False,
     plot: Plot = None,
@@ -158,14 +166,14 @@ def search(
         microbatches=tuple(microbatches) if microbatches else None,
         forbid=_dims_on_axes("--forbid", forbid),
         require=_dims_on_axes("--require", require),
-        headroom=headroom,
+        headroom=_headroom(headroom),
     )
     result = verbs.search(
         graph,
         place,
         costs=costs,
         training=training,
-        budget=Budget(evaluations, seconds),
+        budget=Budget(evaluations, seconds, gap),
         seed=seed,
         schedule=schedule,
         options=options,
@@ -201,11 +209,14 @@ def search(
 
 
 def _show(say: Console, result: SearchResult, space: bool) -> None:
-    say.print(strategy_table({"the plan found": result.simulation, **result.baselines}))
+    plans = {"the plan found": result.simulation, **result.baselines}
+    told = {name: FITTING[1] for name, s in plans.items() if result.fits_without_headroom(s)}
+    say.print(strategy_table(plans, told=told))
     say.print(
         f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
         f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
         f"Simplicity: {result.simplicity}.\n"
+        f"Headroom: {result.headroom} had to stay free.\n"
     )
     if result.simulation.crowded:
         say.print(f"{result.simulation.crowded}.\n")
@@ -225,6 +236,7 @@ def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
         "bound": result.bound,
         "gap": result.gap,
         "simplicity": result.simplicity,
+        "headroom": {"share": result.headroom.share, "bytes": result.headroom.fixed_bytes},
         "certificate": result.certificate,
         "tokens_per_second": result.tokens_per_second,
         "evaluations": result.evaluations,
@@ -233,6 +245,18 @@ def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
         "strategies": result.table.to_dict()["rows"],
     }
     return {**facts, "space": result.space_table.to_dict()["rows"]} if space else facts
+
+
+def _headroom(given: str) -> float | str:
+    """A share of the memory, or the name of the headroom that was measured."""
+    if given == MEASURED:
+        return given
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(
+            f"--headroom {given!r}: write a share of the memory, such as 0.1, or {MEASURED}"
+        ) from None
 
 
 def _dims_on_axes(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:

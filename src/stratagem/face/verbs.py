@@ -9,19 +9,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from stratagem.basics.progress import Show, progress_bar
 from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, SearchResult
-from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table
-from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import CostModel
@@ -148,8 +146,7 @@ def _shown_by(show: Show) -> Callable[[SearchProgress], None]:
     """What shows the progress of a search."""
 
     def report_progress(where: SearchProgress) -> None:
-        best = f"best {format_duration(where.best)}" if where.best < inf else ""
-        show(where.phase, where.fraction, best)
+        show(where.phase, where.fraction, where.in_words)
 
     return report_progress
 

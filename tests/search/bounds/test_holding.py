@@ -27,6 +27,7 @@ from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.graph.models import gpt, mlp, moe, nmt, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.headroom import Headroom
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.examples import examples
@@ -111,7 +112,7 @@ def test_one_device_holds_hardly_more(policy: str) -> None:
 def test_what_must_stay_free_counts() -> None:
     here = situation(tiny_gpt())
     skeleton = next(skeletons(here.graph, CLUSTER))
-    holding = HoldingBounds(MicrobatchModels(here), headroom=0.5).holdings(skeleton)[0]
+    holding = HoldingBounds(MicrobatchModels(here), headroom=Headroom(0.5)).holdings(skeleton)[0]
     assert holding.capacity == int(skeleton.meshes[0].memory_bytes(CLUSTER) * 0.5)
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.driver.cluster_sizes import search_sizes
+from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import SearchCourse, SearchProgress
+from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known

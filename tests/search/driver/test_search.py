@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from stratagem.searcher.annealing.chains import AnnealingChain
+from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import LEAST_SEARCHED, Budget, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem

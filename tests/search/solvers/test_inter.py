@@ -30,6 +30,7 @@ from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, Variant, Varian
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt, mlp, moe, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.headroom import Headroom
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.schedules.actions import peak_in_flight
@@ -352,7 +353,7 @@ def test_headroom_leaves_memory_free():
     full = max(c.peak_bytes for c in candidates(where, limit=30).plans)
     capacity = where.cluster.device_types[0].memory_bytes
     headroom = 1 - 0.5 * full / capacity
-    found = candidates(where, limit=30, limits=PipelineLimits(headroom=headroom))
+    found = candidates(where, limit=30, limits=PipelineLimits(headroom=Headroom(headroom)))
     assert found.plans
     assert all(c.peak_bytes <= 0.5 * full for c in found.plans)
 
@@ -406,7 +407,7 @@ def test_what_does_not_fit_says_which_stage_and_what_would_help():
         (lambda w: candidates(w, schedules=("chimera",)), "no 'chimera': choose from"),
         (lambda w: candidates(w, limit=0), "limit is 0; it must be at least 1"),
         (lambda w: candidates(w, limits=PipelineLimits(microbatches=(7,))), "widen microbatches"),
-        (lambda w: PipelineLimits(headroom=1.0), "headroom is 1.0"),
+        (lambda w: PipelineLimits(headroom=Headroom(1.0)), "headroom is 1.0"),
         (lambda w: PipelineLimits(zero_stages=(4,)), r"zero_stages are \(4,\)"),
         (lambda w: PipelineLimits(recompute=()), "give at least one"),
         (lambda w: PipelineLimits(tensor_ways=(0,)), "tensor_ways lists 0"),

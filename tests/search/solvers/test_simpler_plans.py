@@ -10,8 +10,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, StopReason
-from stratagem.searcher.driver.search_course import SearchProgress
 from stratagem.searcher.improvement.simpler_plans import (
     TELLS_APART,
     like_layers,

@@ -21,6 +21,7 @@ from stratagem.searcher.stage_dp.candidates import candidates
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.headroom import NO_HEADROOM
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.schedules.actions import Schedule
@@ -60,7 +61,7 @@ def situation() -> Situation:
 def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
     """A copy of ZB-H1 got a bound above its own time: only one name was known to fill bubbles."""
     here = situation()
-    quick = QuickBounds(here, Options(), headroom=0.0)
+    quick = QuickBounds(here, Options(), headroom=NO_HEADROOM)
     listed = list(skeletons(here.graph, CLUSTER, schedule=name))
     with renamed(name) as copy:
         others = list(skeletons(here.graph, CLUSTER, schedule=copy))

@@ -14,8 +14,19 @@ from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.simulation.simulation import Simulation
 
 
-def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") -> Table:
-    """Plans by name, the first one emphasised: step time, memory, whether they fit."""
+def strategy_table(
+    simulations: Mapping[str, Simulation],
+    *,
+    title: str = "",
+    told: Mapping[str, str] | None = None,
+) -> Table:
+    """Plans by name, the first one emphasised: step time, memory, whether they fit.
+
+    Args:
+        simulations: of the plans.
+        title: of the table.
+        told: by name what is said of whether plans fit, where that is more than yes and no.
+    """
     table = Table(title=Text(title) if title else None, title_justify="left", title_style="bold")
     table.add_column("strategy")
     table.add_column("predicted\nstep", justify="right")
@@ -26,11 +37,15 @@ def strategy_table(simulations: Mapping[str, Simulation], *, title: str = "") ->
             Text(name),
             format_duration(simulation.step_time),
             format_bytes(simulation.peak_memory),
-            "yes" if simulation.fits else f"no, {_missing(simulation)} too much",
+            (told or {}).get(name) or _whether_fits(simulation),
             style="bold" if number == 0 else None,
             end_section=number == 0,
         )
     return table
+
+
+def _whether_fits(simulation: Simulation) -> str:
+    return "yes" if simulation.fits else f"no, {_missing(simulation)} too much"
 
 
 def _missing(simulation: Simulation) -> str:

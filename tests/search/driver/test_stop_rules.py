@@ -1,0 +1,88 @@
+"""What is told while a search works, and when it ends by itself."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from stratagem.searcher.driver.incumbent import SearchProgress
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.search import search
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster
+
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+GRAPH = mlp([256] * 5, batch=64)
+
+
+def quick(gap: float = 0.0, **changed: object) -> SearchResult:
+    budget = Budget(evaluations=400, gap=gap)
+    return search(GRAPH, CLUSTER, budget=budget, num_skeletons=2, num_bounded=2, **changed)  # type: ignore[arg-type]
+
+
+@functools.cache
+def found() -> SearchResult:
+    return quick()
+
+
+def test_watching_the_bound_changes_nothing_and_tells_no_bound_above_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bound that certifies prunes skeletons; the one that is shown must not."""
+    course = sys.modules["stratagem.searcher.driver.search_course"]
+    monkeypatch.setattr(course, "BOUNDED_EVERY", 0.0)
+    told: list[SearchProgress] = []
+    result = quick(progress=told.append)
+    unseen = found()
+    assert result.plan.to_json() == unseen.plan.to_json()
+    assert (result.bound, result.space) == (unseen.bound, unseen.space)
+    bounded = [each for each in told if each.bound > 0]
+    assert bounded
+    assert all(each.bound <= result.simulation.step_time * (1 + 1e-9) for each in bounded)
+    assert all(each.bound <= each.best for each in bounded)
+    assert "none under" in bounded[-1].in_words
+
+
+def test_before_anything_is_known_nothing_is_told() -> None:
+    assert not SearchProgress("listing", 0.0, inf).in_words
+    assert SearchProgress("listing", 0.0, 0.02).in_words == "best 20.0 ms"
+    assert SearchProgress("x", 0.5, 0.02, 0.02).in_words.endswith("(gap 0.0 %)")
+
+
+@pytest.mark.parametrize("gap", [0.05, 0.5, 0.99])
+def test_a_search_ends_where_the_gap_that_was_asked_for_is_proved(gap: float) -> None:
+    result, whole = quick(gap), found()
+    assert whole.stop_reason is not StopReason.NEAR
+    assert result.evaluations <= whole.evaluations
+    assert result.bound is not None
+    assert result.bound <= whole.simulation.step_time * (1 + 1e-9)
+    if result.stop_reason is StopReason.NEAR:
+        assert result.gap is not None
+        assert result.gap <= gap
+    else:
+        assert result.plan.to_json() == whole.plan.to_json()
+
+
+def test_a_wide_gap_ends_a_search_before_it_walks() -> None:
+    result = quick(0.99)
+    assert result.stop_reason is StopReason.NEAR
+    assert result.evaluations == 0
+    assert result.simulation.step_time <= min(s.step_time for s in result.baselines.values())
+
+
+@pytest.mark.parametrize(("gap", "told"), [(0.0001, False), (0.03, True), (0.06, False)])
+def test_a_gap_that_no_prediction_tells_apart_is_told(gap: float, told: bool) -> None:
+    bound = found().simulation.step_time * (1 - gap)
+    words = str(replace(found(), bound=bound, listed_bound=bound))
+    assert ("is less than predictions tell apart (5%)" in words) == told
+
+
+def test_a_gap_that_says_nothing_is_refused() -> None:
+    for gap in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="it is a share of the step"):
+            Budget(gap=gap)
+    assert Budget(100, gap=0.01).share(2, 0, 0.0) == Budget(50, gap=0.01)
