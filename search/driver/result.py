@@ -67,9 +67,9 @@ class StopReason(enum.Enum):
     SECONDS = "the time of the budget was spent"
     EVALUATIONS = "all evaluations of the budget were spent"
     NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
-    NEAR = "the gap that was asked for is proved: nobody can find a plan that is better by more"
     SETTLED = "the skeletons chosen were searched in full, the others bounded only"
     LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
+    NEAR = "the gap that was asked for is proved: nobody can find a plan that is better by more"
     PROVED = "the lower bound proves that no plan of the space is better"
     NOTHING_FITS = "no plan of the space was found to fit the memory"
 
