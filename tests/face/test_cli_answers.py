@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from stratagem.basics import extras, progress
@@ -337,6 +339,39 @@ class TestProgress:
             "searching: 25%, best 18.0 ms, about 3 min 0 s left",
             "searching: 50%, best 18.0 ms, about 1 min 31 s left",
         ]
+
+    def test_a_narrow_terminal_hides_neither_bound_nor_what_is_tried(self):
+        """On one line a long name of a skeleton cut off the bound, the gap and the time left."""
+        skeleton = "searching 4 stages on 2x4 devices, 16 microbatches, 1f1b, recompute none"
+        told = "best 20.0 ms, none under 19.0 ms (gap 5.0 %)"
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=True, width=80, color_system=None)
+        with progress._terminal_bar(console) as show:
+            show(skeleton, 0.45, told)
+        shown = screen.getvalue()
+        assert skeleton in shown
+        assert told in shown
+        assert "45 %" in shown
+
+    def test_a_notebook_shows_what_is_tried_its_bound_and_nothing_at_the_end(self, monkeypatch):
+        display = pytest.importorskip("IPython.display", reason="notebooks need IPython")
+        shown: list[str] = []
+
+        class Handle:
+            def display(self, data: dict[str, str], *, raw: bool) -> None:
+                shown.append(data["text/html"])
+
+            update = display
+
+        monkeypatch.setattr(display, "DisplayHandle", Handle)
+        with progress._notebook_bar() as show:
+            show("searching <a>", 0.45, "best 20.0 ms, none under 19.0 ms (gap 5.0 %)")
+        first, during, last = shown
+        assert not first
+        assert not last
+        assert "searching &lt;a&gt;" in during
+        assert "(gap 5.0 %)" in during
+        assert "<progress value=0.450>" in during
 
 
 def test_search_writes_a_report(place: Path) -> None:

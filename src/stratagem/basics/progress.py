@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 Show = Callable[[str, float, str], None]
 """Shows what is being done, how much of it is (0 to 1), and a remark."""
@@ -61,17 +62,30 @@ def show_status(path: Path, show: Show) -> None:
         show(*json.loads(path.read_text()))
 
 
+class _ThreeLines(Progress):
+    """What is being done, its bar, and the remark, a line each: no width cuts one for another."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        for task in self.tasks:
+            yield _line(task.description)
+            yield self.make_tasks_table([task])
+            yield _line(task.fields["remark"])
+
+
+def _line(words: str) -> Text:
+    return Text(f"  {words}", no_wrap=True, overflow="ellipsis")
+
+
 @contextmanager
 def _terminal_bar(console: Console) -> Iterator[Show]:
     columns = (
-        TextColumn("  {task.description}", markup=False),
+        TextColumn(" "),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[remark]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with _ThreeLines(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0, remark="", left="")
         left = _Left()
         yield lambda what, fraction, remark: bar.update(
@@ -88,8 +102,8 @@ def _notebook_bar() -> Iterator[Show]:
     left = _Left()
 
     def show(what: str, fraction: float, remark: str) -> None:
-        words = html.escape(f"{what} {remark} {left.after(fraction)}")
-        bar = f"<progress value={fraction:.3f}></progress> {words}"
+        words = [html.escape(each) for each in (what, left.after(fraction), remark)]
+        bar = f"{words[0]}<br><progress value={fraction:.3f}></progress> {words[1]}<br>{words[2]}"
         handle.update({"text/html": bar}, raw=True)
 
     try:

@@ -74,7 +74,6 @@ def test_a_wide_gap_ends_a_search_before_it_walks() -> None:
     assert result.simulation.step_time <= min(s.step_time for s in result.baselines.values())
 
 
-@pytest.mark.parametrize(("gap", "told"), [(0.0001, False), (0.03, True), (0.06, False)])
 def test_of_several_graphs_all_must_have_come_near() -> None:
     """One graph's gap says nothing of another's plans: the first reason that holds counts."""
     order = list(StopReason)
@@ -83,6 +82,7 @@ def test_of_several_graphs_all_must_have_come_near() -> None:
     assert order.index(StopReason.NEAR) < order.index(StopReason.PROVED)
 
 
+@pytest.mark.parametrize(("gap", "told"), [(0.0001, False), (0.03, True), (0.06, False)])
 def test_a_gap_that_no_prediction_tells_apart_is_told(gap: float, told: bool) -> None:
     bound = found().simulation.step_time * (1 - gap)
     words = str(replace(found(), bound=bound, listed_bound=bound))
