@@ -40,7 +40,7 @@ class QuickBounds:
         >>> from stratagem.simulator.kernel_times.training import Training
         >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
         >>> situation = Situation(graph, cluster, Training(), default_costs())
-        >>> bounds = QuickBounds(situation, Options(), NO_HEADROOM)
+        >>> bounds = QuickBounds(situation, Options(), Headroom())
         >>> [look.why for look in bounds.look([next(skeletons(graph, cluster))])]
         ['']
 
