@@ -51,7 +51,8 @@ from stratagem.executor.state.gradient_lists import (
     clip_scale,
     clipped,
     handfuls,
-    sum_of_squares,
+    norm_of_all,
+    sum_of_powers,
 )
 from stratagem.executor.state.loss_scale import LossScale
 from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
@@ -377,7 +378,7 @@ class Interpreter:
 
     def _norm(self, instruction: Norm) -> Action:
         values, comm = self._memory.values, self.comm
-        everyone = tuple(range(comm.world_size))
+        order = float(self.program.plan.training.clip_norm_type)
         counted = [
             value
             for value, stage, placements in instruction.gradients
@@ -385,8 +386,8 @@ class Interpreter:
         ]
 
         def run() -> None:
-            squares = sum_of_squares([values[value] for value in counted], comm.device)
-            norm = comm.all_reduce(squares, everyone).sqrt() / self._memory.seed
+            powers = sum_of_powers([values[value] for value in counted], comm.device, order)
+            norm = norm_of_all(comm, powers, order) / self._memory.seed
             values[instruction.value] = norm
             if self.scale is not None:
                 self._overflowed = not bool(norm.isfinite())

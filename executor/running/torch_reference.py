@@ -181,7 +181,8 @@ class _Torch:
             if parameter.grad is not None and scale != 1.0:
                 parameter.grad /= scale
         if self.training.clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), self.training.clip_norm)
+            longest, order = self.training.clip_norm, float(self.training.clip_norm_type)
+            nn.utils.clip_grad_norm_(model.parameters(), longest, order)
         if self.training.clip_value:
             nn.utils.clip_grad_value_(model.parameters(), self.training.clip_value)
         gradients = {

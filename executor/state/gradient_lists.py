@@ -5,12 +5,15 @@ Few kernels work on many tensors at a time, since each costs the host as much as
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from stratagem.executor.communication.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -27,18 +30,45 @@ class GradientChange(NamedTuple):
     copy: Tensor | None = None
 
 
-def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Of all their elements, a number of float64 on the device.
+def sum_of_powers(gradients: Sequence[Tensor], device: torch.device, order: float = 2.0) -> Tensor:
+    """Of the sizes of all their elements, a number of float64; with order infinity the largest.
 
     Example:
-        >>> sum_of_squares([torch.tensor([3.0]), torch.tensor([4.0, 0.0])], torch.device("cpu"))
+        >>> given = [torch.tensor([3.0]), torch.tensor([-4.0, 0.0])]
+        >>> sum_of_powers(given, torch.device("cpu"))
         tensor(25., dtype=torch.float64)
+        >>> sum_of_powers(given, torch.device("cpu"), math.inf)
+        tensor(4., dtype=torch.float64)
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for each in _alike((g for g in gradients if g.numel()), lambda gradient: gradient.dtype):
         widest = torch.promote_types(each[0].dtype, torch.float32)
-        total += torch.stack(torch._foreach_norm(each, 2, dtype=widest)).double().square().sum()
+        norms = torch.stack(torch._foreach_norm(each, order, dtype=widest)).double()
+        if math.isinf(order):
+            total = torch.maximum(total, norms.max())
+        else:
+            total += (norms.square() if order == 2 else norms.pow(order)).sum()
     return total
+
+
+def norm_of_all(comm: Communicator, powers: Tensor, order: float) -> Tensor:
+    """The norm of gradients of which every rank has a part.
+
+    The largest of all ranks is found by a sum over places of their own, as what reduces to a
+    maximum may lose what is not a number.
+
+    Args:
+        comm: with all ranks, that have powers alike.
+        powers: `sum_of_powers` of this rank's part.
+        order: of the norm.
+    """
+    everyone = tuple(range(comm.world_size))
+    if not math.isinf(order):
+        total = comm.all_reduce(powers, everyone)
+        return total.sqrt() if order == 2 else total.pow(1 / order)
+    places = torch.zeros(comm.world_size, dtype=powers.dtype, device=powers.device)
+    places[comm.rank] = powers
+    return comm.all_reduce(places, everyone).max()
 
 
 def clipped(gradients: Sequence[Tensor], norm: Tensor, longest: float) -> list[Tensor]:

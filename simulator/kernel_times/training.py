@@ -90,6 +90,8 @@ class Training:
             al. 2013); 0 for never. It is executed, and priced only where the update is not fused
             (`fused_update`), without the sum of one number over ranks. In float16 the same sum
             tells whether a gradient of any rank is not finite.
+        clip_norm_type: which norm that is, as `torch.nn.utils.clip_grad_norm_` has it: 2, 1 or
+            any other power above 0, or ``inf``, the largest of all gradients.
         average: of parameters, kept beside them as `torch.optim.swa_utils.AveragedModel` keeps it:
             ``equal`` over all steps (Izmailov et al. 2018), ``exponential`` with `average_decay`
             (Polyak and Juditsky 1992); empty: none. The first step sets it, and a step that is
@@ -152,6 +154,7 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip_norm: float = 0.0
+    clip_norm_type: float | str = 2.0
     clip_value: float = 0.0
     epsilon: float = 1e-8
     amsgrad: bool = False
@@ -222,12 +225,31 @@ class Training:
         for name in ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        self._check_norm_type()
         if self.expert_loads and (min(self.expert_loads) < 0 or not sum(self.expert_loads) > 0):
             raise ValueError(
                 f"expert_loads are {self.expert_loads}; each must be 0 or more, and their sum "
                 "above 0"
             )
         self._check_options()
+
+    def _check_norm_type(self) -> None:
+        """Refuse what is no norm, or would count nowhere; an infinite one has a word in files."""
+        try:
+            order = float(self.clip_norm_type)
+        except ValueError:
+            order = math.nan
+        if not order > 0:
+            raise ValueError(
+                f"clip_norm_type is {self.clip_norm_type!r}; it must be above 0, such as 1, 2 or "
+                "'inf'"
+            )
+        if order != 2 and not self.clip_norm:
+            raise ValueError(
+                f"clip_norm_type is {self.clip_norm_type!r}, but clip_norm is 0; give a clip_norm "
+                "above 0"
+            )
+        object.__setattr__(self, "clip_norm_type", "inf" if math.isinf(order) else order)
 
     def _check_options(self) -> None:
         """Refuse what the optimizer does not have, which would be left out in silence."""

@@ -15,7 +15,7 @@ from benchmarks.gpu.worlds import kernels, seconds_of, wait_for_device
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.cuda.fused_losses import FusedLosses
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
-from stratagem.executor.state.gradient_lists import GradientChange, clip_scale, sum_of_squares
+from stratagem.executor.state.gradient_lists import GradientChange, clip_scale, sum_of_powers
 from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.kernels.loss import summed_loss
@@ -160,7 +160,7 @@ def _many(setting: Setting) -> Figures:
     with kernels(setting):
         update = _ours("adam")
         for step in range(STEPS):
-            norm = sum_of_squares([each.gradient for each in changes], theirs[0].device).sqrt()
+            norm = sum_of_powers([each.gradient for each in changes], theirs[0].device).sqrt()
             longest = float(norm) / (step + 2)
             update.all_of(changes, clip_scale(norm, longest).float())
             for parameter, change in zip(theirs, changes, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -15,7 +16,7 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.instructions import Update
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.state.gradient_lists import GradientChange, handfuls, sum_of_squares
+from stratagem.executor.state.gradient_lists import GradientChange, handfuls, sum_of_powers
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
@@ -162,10 +163,13 @@ def test_gradients_are_worked_on_a_handful_at_a_time(monkeypatch: pytest.MonkeyP
 def test_squares_are_those_of_all_elements_in_any_precision() -> None:
     given = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.empty(0), torch.randn(2).half()]
     expected = sum(float(each.double().square().sum()) for each in given)
-    found = sum_of_squares(given, torch.device("cpu"))
+    found = sum_of_powers(given, torch.device("cpu"))
     assert found.dtype == torch.float64
     assert float(found) == pytest.approx(expected, rel=1e-6)
-    assert float(sum_of_squares([], torch.device("cpu"))) == 0.0
+    assert float(sum_of_powers([], torch.device("cpu"))) == 0.0
+    largest = max(float(each.double().abs().max()) for each in given if each.numel())
+    assert float(sum_of_powers(given, torch.device("cpu"), math.inf)) == largest
+    assert sum_of_powers([*given, torch.tensor([math.nan])], torch.device("cpu"), math.inf).isnan()
 
 
 def test_what_times_nothing_is_refused() -> None:

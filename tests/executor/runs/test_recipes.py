@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ import stratagem as sg
 from stratagem.calibration.executor_measurements import executor_update
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
+from stratagem.simulator.plan.plan import Plan
 from tests.support.plans import (
     Case,
     double,
@@ -400,6 +403,45 @@ def test_gradients_are_clipped_as_torch_clips_them(how: str) -> None:
     )
     assert truth[0] != pytest.approx(clipped[0], rel=1e-3)
     assert_same(result, *clipped)
+
+
+def plans_of_norms(case: Case, training: Training) -> dict[str, Plan]:
+    """Gradients in shards, in ranges, on several stages, and the same on several ranks."""
+    return {
+        "data": make_plan(case, sharding("sample"), (2,), num_microbatches=2, training=training),
+        "tensor": make_plan(case, sharding("out"), (3,), training=training),
+        "zero 3": make_plan(case, sharding("sample", zero=3), (3,), training=training),
+        "pipeline": make_plan(case, drawing(3), (1,), (2,), num_microbatches=2, training=training),
+    }
+
+
+@pytest.mark.parametrize("order", [1, 3.5, math.inf])
+@pytest.mark.parametrize("name", ["data", "tensor", "zero 3", "pipeline"])
+def test_gradients_are_clipped_by_any_norm_of_torch(name: str, order: float) -> None:
+    """A sum of powers or a maximum over ranks, in which what several have counts once."""
+    case = double(mlp_case())
+    sgd = {"optimizer": "sgd", "learning_rate": 0.05, "momentum": 0.9}
+    training = Training(**sgd, clip_norm=0.005, clip_norm_type=order)
+    plan = Plan.from_json(plans_of_norms(case, training)[name].to_json())
+    assert plan.training == training
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
+    clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.005, norm_type=order)
+    clipped = trained(
+        case,
+        lambda m: optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+        clip=lambda parameters: clip(list(parameters)),
+    )
+    assert trained(case, OPTIMIZERS["sgd"])[0] != pytest.approx(clipped[0], rel=1e-5)
+    assert_same(result, *clipped)
+
+
+def test_a_norm_that_is_none_or_would_count_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="clip_norm_type is 0; it must be above 0"):
+        Training(clip_norm=1.0, clip_norm_type=0)
+    with pytest.raises(ValueError, match="clip_norm_type is 'two'; it must be above 0"):
+        Training(clip_norm=1.0, clip_norm_type="two")
+    with pytest.raises(ValueError, match=r"clip_norm_type is 1, but clip_norm is 0; give"):
+        Training(clip_norm_type=1)
 
 
 @pytest.mark.parametrize("name", ["nesterov", "amsgrad"])
