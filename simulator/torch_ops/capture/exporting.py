@@ -31,7 +31,7 @@ from stratagem.simulator.torch_ops.capture.attributes import (
     tensors_lost,
     words_changed,
 )
-from stratagem.simulator.torch_ops.capture.nodes import source_line
+from stratagem.simulator.torch_ops.capture.nodes import CHOOSERS, SAY_EXPERTS, source_line
 from stratagem.simulator.torch_ops.generic.looking_losses import (
     WITHOUT_LOOKING,
     masks_not_looked_at,
@@ -116,10 +116,10 @@ def _traced(
     examples = pytree.tree_map_only(
         torch.Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), dict(given)
     )
-    before, after = kept(model), Kept()
+    before, after, watching = kept(model), Kept(), _Refusing()
     try:
         with (
-            _watched(model, after, returned),
+            _watched(model, after, returned, watching),
             _in_few_words(),
             _unchecked_distributions(),
             own_backwards_kept(),
@@ -130,7 +130,7 @@ def _traced(
         raise ValueError(
             f"capture of {name!r}: what the model does depends on the values of a "
             f"tensor{_where(error)}, but a plan has the same operators in every step: write the "
-            "choice as torch.where, or decide it outside of forward"
+            f"choice as torch.where, or decide it outside of forward{SAY_EXPERTS * watching.chose}"
         ) from error
     except Exception as error:
         if isinstance(error, ValueError) and _is_of_package(error):
@@ -178,7 +178,15 @@ def _places_again(index: Any, device: torch.device) -> Any:
 
 
 class _Refusing(TorchFunctionMode):
-    """Refuses what an exported program would leave out, where the model does it."""
+    """Refuses what an exported program would leave out, where the model does it.
+
+    Attributes:
+        chose: whether it was seen to choose, as a mixture chooses experts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chose = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -199,6 +207,8 @@ class _Refusing(TorchFunctionMode):
                 "torch makes of forward, and calls nothing behind them: leave the hook out, or "
                 "write what it changes as a torch.autograd.Function"
             )
+        if getattr(func, "__name__", "") in CHOOSERS:
+            self.chose = True  # And nothing where it is so: torch.cond refuses modes that change.
         if func in _AT_PLACES and args[0].device.type == "meta":
             args = (args[0], _places_again(args[1], args[0].device), *args[2:])
         if func in WITHOUT_LOOKING:
@@ -254,17 +264,19 @@ _DATA = inspect.getattr_static(torch.Tensor, "data").__get__
 
 
 @contextmanager
-def _watched(model: nn.Module, after: Kept, returned: Returned) -> Iterator[None]:
+def _watched(
+    model: nn.Module, after: Kept, returned: Returned, watching: _Refusing
+) -> Iterator[None]:
     """While it is open, `model` refuses and notes in `after` what it keeps behind its forward.
 
-    It returns what `returned` makes of what it did.
+    It returns what `returned` makes of what it did, which `watching` has seen.
     """
     own = vars(model).get("forward")
     forward = model.forward
 
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        with _Refusing():
+        with watching:
             made = forward(*args, **kwargs)
         after.update(kept(model))
         return returned(made)

@@ -25,6 +25,7 @@ from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.operators.kinds.generics import Work
 from stratagem.simulator.torch_ops.aten.sources import dtype_name
+from stratagem.simulator.torch_ops.capture.nodes import ValuesError
 from stratagem.simulator.torch_ops.generic.programs import Program, program_of, renamed
 from stratagem.simulator.torch_ops.generic.ties import Tie, factors_of_result, find_ties
 from stratagem.simulator.torch_ops.generic.trials import Mode, OperandShape
@@ -79,11 +80,7 @@ def _result(
     if not isinstance(shown, torch.Tensor):
         return None
     if any(isinstance(size, torch.SymInt) for size in shown.shape):
-        raise ValueError(
-            f"its result has shape {tuple(map(str, shown.shape))}, which depends on the values of "
-            "a tensor; a plan needs shapes that are the same in every step: mask instead of "
-            "selecting, as torch.where does"
-        )
+        raise ValuesError(shown.shape)
     if dtype_name(shown.dtype) not in DTYPE_BYTES or not shown.numel():
         return program
     operands = [handle(each) for each in program.operands]

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from stratagem.simulator.torch_ops.capture.in_place import CHECKS, itself, storages, written
 from stratagem.simulator.torch_ops.capture.node_writer import NodeWriter, shape_of
-from stratagem.simulator.torch_ops.capture.nodes import aten_name, by_schema, unexpected
+from stratagem.simulator.torch_ops.capture.nodes import aten_name, by_schema, in_words
 from stratagem.simulator.torch_ops.capture.view_inverses import Same, View, parts_of, view_of
 
 _aten = torch.ops.aten
@@ -128,7 +128,7 @@ class _Rewriting:
             except WriteError:
                 raise
             except Exception as error:
-                raise WriteError(node, unexpected(error)) from error
+                raise WriteError(node, in_words(error, node)) from error
         for node in reversed(replaced):
             self._graph.erase_node(node)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from stratagem.simulator.torch_ops.aten.arguments import Given
 from stratagem.simulator.torch_ops.aten.sources import dtype_name
@@ -17,23 +18,60 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = Path(torch.__file__).parent
 
 
+CHOOSERS = ("topk", "argmax")
+"""What chooses the experts of a mixture."""
+
+SAY_EXPERTS = (
+    "; a mixture whose tokens choose experts is said with sg.experts, or with rules= for a block "
+    "of somebody else"
+)
+"""The remedy where what is chosen has been looked at."""
+
+
+class ValuesError(ValueError):
+    """A result whose shape depends on the values of a tensor.
+
+    Args:
+        shape: of it, as far as it is known.
+    """
+
+    def __init__(self, shape: Sequence[Any]) -> None:
+        super().__init__(
+            f"its result has shape {tuple(map(str, shape))}, which depends on the values of a "
+            "tensor; a plan needs shapes that are the same in every step: mask instead of "
+            "selecting, as torch.where does"
+        )
+
+
+def in_words(error: Exception, node: Node) -> str:
+    """What is wrong with a node, and what to do where a mixture looks at what it has chosen."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        shapes = (getattr(each.meta.get("val"), "shape", ()) for each in node.all_input_nodes)
+        error = ValuesError(next((each for each in shapes if not _is_known(each)), ("?",)))
+    said = str(error) if isinstance(error, ValueError) else _unexpected(error)
+    chooses = isinstance(error, ValuesError) and any(
+        aten_name(each) in CHOOSERS for each in node.graph.nodes
+    )
+    return said + SAY_EXPERTS * chooses
+
+
+def _is_known(shape: Sequence[Any]) -> bool:
+    return not any(isinstance(size, torch.SymInt) for size in shape)
+
+
 def shape_and_dtype(node: Node) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of a node's result, or of the first of its results.
 
     Raises:
-        ValueError: the shape depends on the values of a tensor, as that of ``nonzero`` does.
+        ValuesError: the shape depends on the values of a tensor, as that of ``nonzero`` does.
     """
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)):
         value = next((each for each in value if isinstance(each, torch.Tensor)), None)
     if not isinstance(value, torch.Tensor):
         return (), "float32"
-    if any(isinstance(size, torch.SymInt) for size in value.shape):
-        raise ValueError(
-            f"its result has shape {tuple(map(str, value.shape))}, which depends on the values of "
-            "a tensor; a plan needs shapes that are the same in every step: mask instead of "
-            "selecting, as torch.where does"
-        )
+    if not _is_known(value.shape):
+        raise ValuesError(value.shape)
     return tuple(int(size) for size in value.shape), dtype_name(value.dtype)
 
 
@@ -71,7 +109,7 @@ def by_schema(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
     return Given({**defaults, **dict(named), **kwargs}, defaults)
 
 
-def unexpected(error: Exception) -> str:
+def _unexpected(error: Exception) -> str:
     """What went wrong where nothing was expected to."""
     first = str(error).strip().partition("\n")[0]
     name = type(error).__name__

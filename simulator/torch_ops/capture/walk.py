@@ -53,10 +53,10 @@ from stratagem.simulator.torch_ops.capture.nodes import (
     aten_name,
     by_schema,
     flat,
+    in_words,
     look_up,
     shape_and_dtype,
     source_line,
-    unexpected,
 )
 from stratagem.simulator.torch_ops.capture.real_views import store_pairs
 from stratagem.simulator.torch_ops.generic.programs import Program, UnspeakableError
@@ -135,6 +135,7 @@ class Walker:
         name = name.removeprefix(self._prefix)
         if name not in self._parameters:
             shape, dtype = shape_and_dtype(node)
+            _check_real(f"parameter {name!r}", dtype)
             made = self._builder.parameter(name, shape, dtype, trainable=trainable)
             self._parameters[name] = made
         return self._parameters[name]
@@ -143,6 +144,7 @@ class Walker:
         """An input, a buffer, or a constant that the model holds."""
         shape, dtype = shape_and_dtype(node)
         if spec.kind is InputKind.USER_INPUT:
+            _check_real(f"input {node.name!r}", dtype)
             sample_dim = 0 if shape and shape[0] == self._batch else None
             made = self._builder.input(node.name, shape, dtype, sample_dim=sample_dim)
             self._sources.declare(node.name, made)
@@ -216,8 +218,7 @@ class Walker:
         """Raise an error with the line that it is about, once."""
         if isinstance(error, ValueError) and str(error).startswith("capture"):
             raise error
-        said = str(error) if isinstance(error, ValueError) else unexpected(error)
-        raise ValueError(f"{self._describe(node)}: {said}") from error
+        raise ValueError(f"{self._describe(node)}: {in_words(error, node)}") from error
 
     def _built(self, build: Callable[[], OperatorGraph]) -> OperatorGraph:
         """The graph; what is wrong with one of its operators is said with the operator's line."""
@@ -332,8 +333,7 @@ class Walker:
                 problem, why = error, ""
         else:
             why = _LEAVE_STRICTNESS
-        said = problem if isinstance(problem, ValueError) else unexpected(problem)
-        raise ValueError(f"{self._describe(node)}: {said}{why}") from problem
+        raise ValueError(f"{self._describe(node)}: {in_words(problem, node)}{why}") from problem
 
     def _generic(
         self, node: Node, name: str, values: dict[Node, Any], targets: Sequence[Node]
@@ -447,6 +447,14 @@ class Walker:
         line = source_line(node)
         at = f" at {line}" if line else ""
         return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
+
+
+def _check_real(what: str, dtype: str) -> None:
+    if dtype.startswith("complex"):
+        raise ValueError(
+            f"capture: {what} is {dtype}, but plans store real numbers: hold pairs of them, as "
+            "torch.view_as_real shows them, and let forward begin with torch.view_as_complex"
+        )
 
 
 def _frozen(graph: OperatorGraph) -> OperatorGraph:

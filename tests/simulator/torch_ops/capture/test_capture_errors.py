@@ -170,3 +170,61 @@ def test_what_is_no_operator_of_tensors_is_said_with_its_line(
     """One ended in an error of its storage, the other in a list of convolutions that are near."""
     with pytest.raises(ValueError, match=said):
         capture(kind(), (torch.ones(4, 5),))
+
+
+class ByHand(nn.Module):
+    """A mixture that goes to its experts by places, truth values, or lists of counts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.gate = how, nn.Linear(5, 2)
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(1, -1)
+        if self.how == "lists":
+            counts = torch.bincount(chosen.flatten(), minlength=2).tolist()
+            parts = x[chosen.flatten().argsort()].split(counts)
+            return torch.cat([e(p) for e, p in zip(self.experts, parts, strict=True)]).mean()
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if self.how == "places":
+                rows, slot = torch.where(chosen == number)
+                made = made.index_add(0, rows, expert(x[rows]) * weights[rows, slot, None])
+            else:
+                mine = chosen[:, 0] == number
+                made[mine] = made[mine] + expert(x[mine]) * weights[:, 0][mine].unsqueeze(-1)
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("how", ["places", "truths", "lists"])
+def test_a_mixture_by_hand_is_told_of_the_experts_that_can_be_planned(how: str) -> None:
+    """Two errors said to mask or to decide outside, the third showed a symbol of torch."""
+    said = r"test_capture_errors\.py:\d+.*sg\.experts"
+    with pytest.raises(ValueError, match=said) as raised:
+        capture(ByHand(how), (torch.ones(6, 5),))
+    assert "depends on the values" in str(raised.value)
+    assert "GuardOn" not in str(raised.value)
+
+
+def test_what_chooses_nothing_is_not_told_of_experts() -> None:
+    with pytest.raises(ValueError, match="depends on the values") as raised:
+        capture(broken(lambda h: h[h > 0].sum()), (torch.ones(4, 5),))
+    assert "sg.experts" not in str(raised.value)
+
+
+class Turned(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.inner, self.turn = nn.Linear(5, 5), nn.Parameter(torch.ones(5, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.inner(x) * self.turn).square().mean()
+
+
+def test_a_complex_parameter_or_input_is_refused_with_its_name() -> None:
+    """It was said that there is no such dtype, and not what to do."""
+    with pytest.raises(ValueError, match=r"parameter 'turn' is complex64, .*view_as_complex"):
+        capture(Turned(), (torch.ones(4, 5),))
+    with pytest.raises(ValueError, match=r"input 'x' is complex64, .*view_as_complex"):
+        capture(Model(), (torch.ones(4, 5, dtype=torch.complex64),))
