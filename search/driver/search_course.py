@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,10 +22,9 @@ from stratagem.searcher.driver.skeleton_entries import (
     without_policy,
 )
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
-from stratagem.searcher.driver.starting_plans import entry_of, propose
+from stratagem.searcher.driver.starting_plans import KnownStrategies, entry_of
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
 from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Watch
-from stratagem.searcher.methods.simple_strategies import baseline_names
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
 from stratagem.searcher.processes.search_clock import (
@@ -95,7 +93,6 @@ class SearchCourse:
         self.evaluations = 0
         self._bound, self._bounded_at = 0.0, -np.inf
         self.notes: dict[str, str] = {}
-        self.baselines: dict[str, Simulation] = {}
         self._sharpener = Sharpener(
             space.situation,
             space.options,
@@ -105,6 +102,12 @@ class SearchCourse:
             seed,
             space.quick,
         )
+        self._known_strategies = KnownStrategies(space, self.incumbent, self._sharpener)
+
+    @property
+    def baselines(self) -> dict[str, Simulation]:
+        """Known strategies by name, as they were simulated."""
+        return self._known_strategies.baselines
 
     # -- the course ----------------------------------------------------------------------------
 
@@ -135,15 +138,9 @@ class SearchCourse:
         """Let the time of the budget end what follows, once there is a plan to hand back."""
         if self.budget.seconds is None:
             return
-        for name in baseline_names(self.space.situation, schedule, methods):
-            plan = propose(self._sharpener, name, schedule, methods)
-            if plan is not None:
-                self.baselines[name] = self.space.situation.simulate(plan)
-                self.incumbent.offer(self.baselines[name])
-            if self.incumbent.best is not None:
-                clock = self.space.situation.clock
-                clock.until, clock.brief = self._shares.until(ASKED), self._shares.until(PLANNED)
-                return
+        if self._known_strategies.first(schedule, methods):
+            clock = self.space.situation.clock
+            clock.until, clock.brief = self._shares.until(ASKED), self._shares.until(PLANNED)
 
     def _go(
         self,
@@ -156,7 +153,8 @@ class SearchCourse:
     ) -> StopReason:
         space, offer = self.space, self.incumbent.offer
         space.unlisted_bound = 0.0
-        with self._simulated_baselines(schedules[0], baselines):
+        self.report("simulating baselines", 0.0)
+        with self._known_strategies.simulated(schedules[0], baselines, self._workers):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
             looks = self._looks(groups)
@@ -246,33 +244,6 @@ class SearchCourse:
             return StopReason.NO_EVALUATIONS
         spent = self.evaluations >= self.budget.evaluations
         return StopReason.EVALUATIONS if spent else StopReason.SETTLED
-
-    @contextmanager
-    def _simulated_baselines(self, schedule: str, methods: Sequence[str]) -> Iterator[None]:
-        """Simulate baselines, by others while this process does what is inside if there are any.
-
-        They are taken after that. Where it is interrupted, those are that were simulated by then.
-        """
-        self.report("simulating baselines", 0.0)
-        names = baseline_names(self.space.situation, schedule, methods)
-        parts = {
-            name: self._workers.part(propose, name, schedule, tuple(methods)) for name in names
-        }
-        if self._workers.is_alone:
-            self._take_baselines(parts)
-        try:
-            yield
-        except (KeyboardInterrupt, OutOfTimeError):
-            self._take_baselines({name: part for name, part in parts.items() if part.is_done})
-            raise
-        self._take_baselines(parts)
-
-    def _take_baselines(self, parts: Mapping[str, WorkPart[Plan | None]]) -> None:
-        for name, part in parts.items():
-            plan = None if name in self.baselines else part.result()
-            if plan is not None:
-                self.baselines[name] = self.space.situation.simulate(plan, always=True)
-                self.incumbent.offer(self.baselines[name])
 
     def _plan_stages(self, most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""

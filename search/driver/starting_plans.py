@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.methods.simple_strategies import baseline
+from stratagem.searcher.methods.simple_strategies import baseline, baseline_names
+from stratagem.searcher.processes.search_clock import OutOfTimeError
+from stratagem.searcher.processes.worker_processes import Workers, WorkPart
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import Simulation
 
 
 def entry_of(
@@ -72,6 +76,60 @@ def _as_options_say(plan: Plan, space: Space) -> Plan:
     if not space.options.regather:
         choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
     return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=space.options)
+
+
+class KnownStrategies:
+    """The baselines of a search: the best plan of each known strategy, simulated.
+
+    Args:
+        space: of the search.
+        incumbent: takes every better plan.
+        sharpener: what makes plans in this process.
+
+    Attributes:
+        baselines: what was simulated until now, by name.
+    """
+
+    def __init__(self, space: Space, incumbent: Incumbent, sharpener: Sharpener) -> None:
+        self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
+        self.baselines: dict[str, Simulation] = {}
+
+    def first(self, schedule: str, methods: Sequence[str]) -> bool:
+        """Simulate baselines until there is a plan to hand back, and whether there is one."""
+        for name in baseline_names(self._space.situation, schedule, methods):
+            self._take(name, propose(self._sharpener, name, schedule, methods))
+            if self._incumbent.best is not None:
+                return True
+        return False
+
+    @contextmanager
+    def simulated(
+        self, schedule: str, methods: Sequence[str], workers: Workers[Sharpener]
+    ) -> Iterator[None]:
+        """Simulate baselines, by others while this process does what is inside if there are any.
+
+        They are taken after that. Where it is interrupted, those are that were simulated by then.
+        """
+        names = baseline_names(self._space.situation, schedule, methods)
+        parts = {name: workers.part(propose, name, schedule, tuple(methods)) for name in names}
+        if workers.is_alone:
+            self._take_all(parts)
+        try:
+            yield
+        except (KeyboardInterrupt, OutOfTimeError):
+            self._take_all({name: part for name, part in parts.items() if part.is_done})
+            raise
+        self._take_all(parts)
+
+    def _take_all(self, parts: Mapping[str, WorkPart[Plan | None]]) -> None:
+        for name, part in parts.items():
+            if name not in self.baselines:
+                self._take(name, part.result())
+
+    def _take(self, name: str, plan: Plan | None) -> None:
+        if plan is not None:
+            self.baselines[name] = self._space.situation.simulate(plan, always=True)
+            self._incumbent.offer(self.baselines[name])
 
 
 def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Plan | None:
