@@ -140,12 +140,14 @@ class ContractionBuilder(GraphBuilderBase):
         Row `padding` gets no gradient, as with ``padding_idx`` of `torch.nn.Embedding`.
 
         Raises:
-            ValueError: the weight is no parameter of two dims.
+            ValueError: the weight is no parameter of two dims, or seen in other dims than it has.
         """
         ids = self._written(ids)
         draft = self._draft("embedding", name)
         if not isinstance(weight.node, DraftParameter) or len(weight.dims) != 2:
             raise ValueError(f"{draft.where}: its weight must be a parameter of two dims")
+        if tuple(weight.dims) != tuple(weight.node.dims):
+            raise ValueError(f"{draft.where}: its weight must be a parameter as it is stored")
         leading = self._leading(draft, ids, 0)
         vocabulary = self._loop(draft, "vocabulary", REDUCTION, weight.shape[0])
         hidden = self._loop(draft, "hidden", PARAMETER, weight.shape[1])

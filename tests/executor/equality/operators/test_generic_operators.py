@@ -350,3 +350,33 @@ def test_a_recurrence_of_unusual_reads_is_whole() -> None:
     operands = [OperandShape(((4,), (3,), (5,)), "float32")]
     operands += [OperandShape(((1,), (4,), (6,)), "float32")]
     assert not find_ties(calls, operands, (4, 3, 6))
+
+
+class Looked(nn.Module):
+    """Looks rows up in a parameter that is seen in other dims."""
+
+    def __init__(self, shape: tuple[int, ...], how: str) -> None:
+        super().__init__()
+        self.table, self.how = nn.Parameter(torch.randn(shape)), how
+
+    def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+        seen = {
+            "turned": lambda: self.table.mT,
+            "one": lambda: self.table[None],
+            "folded": lambda: self.table.flatten(0, 1),
+        }[self.how]()
+        return functional.mse_loss(functional.embedding(ids, seen), y)
+
+
+@pytest.mark.parametrize(
+    ("how", "shape"), [("turned", (4, 4)), ("one", (4,)), ("folded", (2, 3, 4))]
+)
+def test_rows_of_a_parameter_that_is_seen_in_other_dims(how: str, shape: tuple[int, ...]) -> None:
+    """A square table that was turned gave its columns for rows; others ended in torch's words."""
+    torch.manual_seed(0)
+    rows = {"turned": 4, "one": 1, "folded": 6}[how]
+    batch = {"ids": torch.randint(rows, (6,)), "y": torch.randn(6, 4)}
+    model = Looked(shape, how)
+    case = Case(model, batch, capture(model, kwargs=batch))
+    for ways in (2, 3):
+        assert_equal_to_torch(case, make_plan(case, sharding("sample"), (ways,)))
