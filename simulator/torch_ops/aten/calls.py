@@ -58,7 +58,7 @@ class AtenCall:
         """An argument that must be a parameter.
 
         Raises:
-            ValueError: the model computes it.
+            ValueError: the model computes it, or sees it in other dims than it has.
         """
         x = self.tensor(name)
         if not isinstance(x.node, DraftParameter):
@@ -66,6 +66,8 @@ class AtenCall:
                 f"its {name} of shape {x.shape} is computed ({x.node.name!r}), and must be a "
                 "parameter; store it as one, or leave it out and compute with it afterwards"
             )
+        if tuple(x.dims) != tuple(x.node.dims):
+            raise ValueError(f"its {name} of shape {x.shape} must be a parameter as it is stored")
         return x
 
     def optional(self, name: str) -> DraftTensor | None:

@@ -128,7 +128,9 @@ def _padding(call: AtenCall, kernel: Sequence[int], dilation: Sequence[int]) -> 
 
 def _conv(call: AtenCall) -> DraftTensor:
     spread = call.operator.startswith("conv_transpose")
-    x, weight = call.tensor("input"), (call.stored if spread else call.tensor)("weight")
+    x, weight = call.tensor("input"), call.tensor("weight")
+    if spread or isinstance(weight.node, DraftParameter):
+        weight = call.stored("weight")
     call.refuse_unless(len(x.dims) == len(weight.dims), f"{len(x.dims)} dims, without a batch")
     make = call.builder.conv_transpose if spread else call.builder.convolution
     return make(

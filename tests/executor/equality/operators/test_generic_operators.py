@@ -380,3 +380,27 @@ def test_rows_of_a_parameter_that_is_seen_in_other_dims(how: str, shape: tuple[i
     case = Case(model, batch, capture(model, kwargs=batch))
     for ways in (2, 3):
         assert_equal_to_torch(case, make_plan(case, sharding("sample"), (ways,)))
+
+
+class Turning(nn.Module):
+    """Uses a square parameter turned: its sizes are those of the one that is stored."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        shape = (4, 4, 3, 3) if how == "conv2d" else (4, 4)
+        self.how, self.weight = how, nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "conv2d":
+            return functional.conv2d(x, self.weight.transpose(0, 1), padding=1).square().mean()
+        norm = getattr(functional, self.how)
+        return norm(x, (4, 4), self.weight.mT).pow(4).mean()
+
+
+@pytest.mark.parametrize("how", ["layer_norm", "rms_norm", "conv2d"])
+def test_a_weight_that_is_turned_is_not_the_one_stored(how: str) -> None:
+    """Norms and convolutions computed with it as it lies, in silence where it is square."""
+    torch.manual_seed(0)
+    model, batch = Turning(how), {"x": torch.randn(6, 4, 4, 4)}
+    case = Case(model, batch, capture(model, kwargs=batch))
+    assert_equal_to_torch(case, make_plan(case, sharding("sample"), (2,)))
