@@ -303,6 +303,31 @@ class GraphBuilderBase:
         )
         return Read(tensor, bound)
 
+    def _bind_weight(
+        self,
+        draft: OperatorDraft,
+        weight: DraftTensor,
+        loops: Sequence[Loop],
+        *,
+        split: DraftTensor | None = None,
+        turned: bool = False,
+    ) -> Read:
+        """Read a parameter that a kernel is given as it is stored.
+
+        `split` is the same with a dim in parts, one loop for each; `turned` says that the kernel
+        is told where the last two dims are swapped.
+
+        Raises:
+            ValueError: it is no parameter, or seen in another way.
+        """
+        is_parameter = isinstance(weight.node, DraftParameter)
+        if not weight.is_stored and not (is_parameter and turned and weight.is_turned):
+            raise ValueError(
+                f"{draft.where}: what it has of shape {weight.shape} must be a parameter as it is "
+                "stored, and is another view of one; compute with a copy of it"
+            )
+        return self._bind(draft, weight if split is None else split, loops)
+
     def _broadcast_loops(
         self, draft: OperatorDraft, shapes: Sequence[Sequence[int]]
     ) -> list[Loop]:

@@ -62,9 +62,9 @@ class ContractionBuilder(GraphBuilderBase):
         out = self._loop(draft, "out", PARAMETER, weight.shape[out_dim])
         draft.reads.append(self._bind(draft, x, [*leading, into]))
         order = [into, out] if transposed else [out, into]
-        draft.weights.append(self._bind(draft, weight, order))
+        draft.weights.append(self._bind_weight(draft, weight, order, turned=True))
         if bias is not None:
-            draft.weights.append(self._bind(draft, bias, [out]))
+            draft.weights.append(self._bind_weight(draft, bias, [out]))
         draft.attributes["transposed"] = stored_swapped
         made = self._made(draft, [*leading, out], x.dtype)
         label(made, [-1], "feature", 1)
@@ -97,9 +97,11 @@ class ContractionBuilder(GraphBuilderBase):
         into = self._loop(draft, "in", REDUCTION, inputs[0].shape[-1])
         out = self._loop(draft, "out", PARAMETER, weights[0].shape[0])
         draft.reads += [self._bind(draft, each, [*leading, into]) for each in inputs]
-        draft.weights += [self._bind(draft, each, [out, into]) for each in weights]
+        draft.weights += [
+            self._bind_weight(draft, each, [out, into], turned=True) for each in weights
+        ]
         if bias is not None:
-            draft.weights.append(self._bind(draft, bias, [out]))
+            draft.weights.append(self._bind_weight(draft, bias, [out]))
         draft.attributes["transposed"] = [not each.is_plain for each in weights]
         made = self._made(draft, [*leading, out], inputs[0].dtype)
         label(made, [-1], "feature", 1)
@@ -146,13 +148,11 @@ class ContractionBuilder(GraphBuilderBase):
         draft = self._draft("embedding", name)
         if not isinstance(weight.node, DraftParameter) or len(weight.dims) != 2:
             raise ValueError(f"{draft.where}: its weight must be a parameter of two dims")
-        if tuple(weight.dims) != tuple(weight.node.dims):
-            raise ValueError(f"{draft.where}: its weight must be a parameter as it is stored")
         leading = self._leading(draft, ids, 0)
         vocabulary = self._loop(draft, "vocabulary", REDUCTION, weight.shape[0])
         hidden = self._loop(draft, "hidden", PARAMETER, weight.shape[1])
         draft.reads.append(self._bind(draft, ids, leading))
-        draft.weights.append(self._bind(draft, weight, [vocabulary, hidden]))
+        draft.weights.append(self._bind_weight(draft, weight, [vocabulary, hidden]))
         label(ids, range(len(ids.dims)), "sequence", 1)
         label(weight, [0], "vocabulary", 2)
         if padding is not None:

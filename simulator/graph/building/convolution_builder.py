@@ -110,8 +110,11 @@ class ConvolutionBuilder(ContractionBuilder):
         images = self._image(draft, sizes, _HALO)
         draft.reads.append(self._bind(draft, _grouped(x, 1, groups), loops.read))
         own = [*loops.group, loops.out, loops.into, *kernel]
-        read = self._bind(draft, _grouped(weight, 0, groups), own)
-        (draft.weights if stored else draft.reads).append(read)
+        split = _grouped(weight, 0, groups)
+        if stored:
+            draft.weights.append(self._bind_weight(draft, weight, own, split=split))
+        else:
+            draft.reads.append(self._bind(draft, split, own))
         return self._convolved(draft, x, bias, sliding, loops, images)
 
     def conv_transpose(
@@ -143,7 +146,8 @@ class ConvolutionBuilder(ContractionBuilder):
         images = self._image(draft, sizes, _SPREAD)
         draft.reads.append(self._bind(draft, _grouped(x, 1, groups), loops.read))
         stored = [*loops.group, loops.into, loops.out, *kernel]
-        draft.weights.append(self._bind(draft, _grouped(weight, 0, groups), stored))
+        split = _grouped(weight, 0, groups)
+        draft.weights.append(self._bind_weight(draft, weight, stored, split=split))
         draft.attributes["output_padding"] = list(sliding.output_padding)
         return self._convolved(draft, x, bias, sliding, loops, images)
 
@@ -193,7 +197,8 @@ class ConvolutionBuilder(ContractionBuilder):
         """The result, with all groups in one dim of channels."""
         own = [*loops.group, loops.out]
         if bias is not None:
-            draft.weights.append(self._bind(draft, _grouped(bias, 0, sliding.groups), own))
+            split = _grouped(bias, 0, sliding.groups)
+            draft.weights.append(self._bind_weight(draft, bias, own, split=split))
         draft.attributes.update(
             stride=list(sliding.stride),
             padding=list(sliding.padding),

@@ -152,11 +152,11 @@ class ExpertBuilder(ConvolutionBuilder):
         draft.reads.append(self._bind(draft, x, [*leading, expert, slot, into]))
         if chosen is not None:
             self._read_gates(draft, leading, chosen, top_k)
-        draft.weights.append(self._bind(draft, weight, [expert, into, out]))
+        draft.weights.append(self._bind_weight(draft, weight, [expert, into, out], turned=True))
         if not weight.is_plain:
             draft.attributes["transposed"] = True
         if bias is not None:
-            draft.weights.append(self._bind(draft, bias, [expert, out]))
+            draft.weights.append(self._bind_weight(draft, bias, [expert, out]))
         made = self._expert_tensor(draft, [*leading, expert, slot, out], x.dtype)
         label(made, [-1], "feature", 1)
         return made

@@ -60,7 +60,7 @@ class GenericBuilder(ExpertBuilder):
 
     def operand(self, tensor: DraftTensor) -> DraftTensor:
         """A tensor as a generic operator reads it: a stored parameter, or all elements."""
-        return tensor if is_stored(tensor) else self._written(tensor)
+        return tensor if tensor.is_stored else self._written(tensor)
 
     def is_trained(self, tensor: DraftTensor) -> bool:
         """Whether its gradient may be asked for: something that is trained leads to it."""
@@ -141,11 +141,6 @@ class GenericBuilder(ExpertBuilder):
         ]
         tensor = self._made(draft, made, result.dtype, detached=not result.differentiable)
         return reshape(tensor, [math.prod(size for size, _ in leaves) for leaves in result.dims])
-
-
-def is_stored(tensor: DraftTensor) -> bool:
-    """Whether it is a parameter, as it is stored."""
-    return isinstance(tensor.node, DraftParameter) and tensor.is_plain
 
 
 def _kind(loop: FreeLoop, weights: range) -> DimKind:

@@ -82,7 +82,9 @@ class GraphBuilder(GenericBuilder):
             for size in x.shape[len(leading) :]
         ]
         draft.reads.append(self._bind(draft, x, [*leading, *normalised]))
-        draft.weights.extend(self._bind(draft, w, normalised) for w in weights if w is not None)
+        draft.weights.extend(
+            self._bind_weight(draft, w, normalised) for w in weights if w is not None
+        )
         draft.attributes["eps"] = eps
         label(x, range(-num_dims, 0), "hidden", 2)
         return self._made(draft, [*leading, *normalised], x.dtype)
@@ -109,7 +111,7 @@ class GraphBuilder(GenericBuilder):
         loops = [sample, channel, *image]
         draft.reads.append(self._bind(draft, x, loops))
         for stored in (weight, bias, running_mean, running_variance):
-            draft.weights.append(self._bind(draft, stored, [channel]))
+            draft.weights.append(self._bind_weight(draft, stored, [channel]))
         draft.attributes.update(eps=eps, momentum=momentum, training=training)
         return self._made(draft, loops, x.dtype)
 
@@ -151,7 +153,8 @@ class GraphBuilder(GenericBuilder):
         draft.reads.append(self._bind(draft, reshape(x, (samples, *shape, *image)), loops))
         for stored in (weight, bias):
             if stored is not None:
-                draft.weights.append(self._bind(draft, reshape(stored, shape), loops[1:3]))
+                split = reshape(stored, shape)
+                draft.weights.append(self._bind_weight(draft, stored, loops[1:3], split=split))
         draft.attributes["eps"] = eps
         if instance:
             draft.attributes[INSTANCE] = True

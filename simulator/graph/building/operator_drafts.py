@@ -130,6 +130,18 @@ class DraftTensor:
         return not self.selected and _same(self.dims, self.own)
 
     @property
+    def is_stored(self) -> bool:
+        """Whether it is a parameter, seen as it is stored."""
+        return isinstance(self.node, DraftParameter) and self.is_plain
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the last two dims are swapped against those it was made with, and no more."""
+        if self.selected or len(self.dims) < 2:
+            return False
+        return _same((*self.dims[:-2], self.dims[-1], self.dims[-2]), self.own)
+
+    @property
     def is_broadcast(self) -> bool:
         """Whether `expand` gave it factors that its maker never wrote."""
         own = {id(leaf) for group in self.own for leaf in leaves_of(group)}

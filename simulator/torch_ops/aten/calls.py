@@ -66,7 +66,7 @@ class AtenCall:
                 f"its {name} of shape {x.shape} is computed ({x.node.name!r}), and must be a "
                 "parameter; store it as one, or leave it out and compute with it afterwards"
             )
-        if tuple(x.dims) != tuple(x.node.dims):
+        if not x.is_stored:
             raise ValueError(f"its {name} of shape {x.shape} must be a parameter as it is stored")
         return x
 

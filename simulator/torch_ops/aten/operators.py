@@ -23,8 +23,8 @@ def _linear(call: AtenCall) -> DraftTensor:
     """A linear layer, or a product with what the model makes of parameters, such as parts."""
     label = call.label("linear")
     x, weight, bias = call.tensor("input"), call.tensor("weight"), call.optional("bias")
-    if isinstance(weight.node, DraftParameter) and len(weight.node.dims) == 2:
-        own = bias if bias is not None and isinstance(bias.node, DraftParameter) else None
+    if _is_matrix(weight):
+        own = bias if bias is not None and bias.is_stored else None
         made = call.builder.linear(x, weight, own, name=label)
         bias = None if own is bias else bias
     else:
@@ -33,10 +33,16 @@ def _linear(call: AtenCall) -> DraftTensor:
     return made if bias is None else call.builder.pointwise("add", made, bias)
 
 
+def _is_matrix(weight: DraftTensor) -> bool:
+    """Whether it is a parameter of two dims, turned or not."""
+    stored = isinstance(weight.node, DraftParameter) and len(weight.node.dims) == 2
+    return stored and (weight.is_plain or weight.is_turned)
+
+
 def _addmm(call: AtenCall) -> DraftTensor:
     call.refuse_unless(call.given("beta") == 1 == call.given("alpha"), "beta or alpha not 1")
     x, weight, bias = (call.tensor(name) for name in ("mat1", "mat2", "self"))
-    if isinstance(weight.node, DraftParameter) and isinstance(bias.node, DraftParameter):
+    if _is_matrix(weight) and bias.is_stored:
         label = call.label("linear")
         return call.builder.linear(x, weight, bias, transposed=True, name=label)
     product = call.builder.matmul(x, weight, name=call.label("matmul"))
@@ -47,7 +53,7 @@ def _matmul(call: AtenCall) -> DraftTensor:
     other = "mat2" if "mat2" in call.arguments else "other"
     a, b = call.tensor("self", broadcast=True), call.tensor(other, broadcast=True)
     call.refuse_unless(min(len(a.dims), len(b.dims)) > 1, "a vector")
-    if isinstance(b.node, DraftParameter) and len(b.node.dims) == 2 == len(b.dims):
+    if _is_matrix(b):
         return call.builder.linear(a, b, transposed=True, name=call.label("linear"))
     return call.builder.matmul(a, b, name=call.label("matmul"))
 

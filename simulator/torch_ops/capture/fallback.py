@@ -19,7 +19,6 @@ from stratagem.simulator.graph.building.factor_unification import leaves_of
 from stratagem.simulator.graph.building.generic_builder import (
     FreeLoop,
     GenericResult,
-    is_stored,
 )
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor
@@ -109,8 +108,8 @@ def operator_of(
         ValueError: the program writes to an operand.
     """
     seen = [builder.operand(each) for each in operands]
-    order = sorted(range(len(seen)), key=lambda i: is_stored(seen[i]))
-    inputs = sum(not is_stored(each) for each in seen)
+    order = sorted(range(len(seen)), key=lambda i: seen[i].is_stored)
+    inputs = sum(not each.is_stored for each in seen)
     number = {old: new for new, old in enumerate(order)}
     flat = renamed(program.calls, lambda r: ["in", number[r[1]]] if r[0] == "in" else r)
     tensors = [seen[i] for i in order]
