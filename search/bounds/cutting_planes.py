@@ -293,7 +293,8 @@ class _Relaxation:
                 joins[k, i] += 1
             if before >= 0:
                 times[i, before] -= 1
-        times = {key: count for key, count in times.items() if count}
+        # What is not played takes nothing: what links do of a stage that has no sums to make.
+        times = {key: count for key, count in times.items() if count and key in self._blocks}
         lookups, kinds, items = self._crossings
         sends = LinearMeasure(lookups, joins[kinds, items])
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))

@@ -24,6 +24,7 @@ from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons,
 from stratagem.searcher.space.strategies import known_strategies
 from stratagem.simulator.graph.models import gpt, mlp, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.row_memory import RowMemory
@@ -387,3 +388,28 @@ def test_a_poor_plan_to_begin_with_does_not_spoil_the_bound() -> None:
         bounds.append(found.seconds)
     assert len(bounds) > 2
     assert min(bounds) > 0.9 * max(bounds)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_links_of_a_stage_without_parameters_take_nothing(memory: bool) -> None:
+    """The longest path may go through what they do, which is nothing: searches ended in KeyError.
+
+    A rank's links are played where one of its stages sums gradients in every microbatch.
+    """
+    graph = gpt(num_layers=2, hidden=32, num_heads=4, vocabulary=96, sequence=16, batch=24)
+    groups = [["input_ids", "wte"], ["positions", "wpe"], ["add"], [], [], [], [], []]
+    for name in graph.names:
+        if name.startswith("h."):
+            _, layer, part, *_ = name.split(".")
+            groups[3 + 2 * int(layer) + (part in ("ln_2", "mlp", "add_1"))].append(name)
+    groups[-1] += [name for name in graph.names if name not in set(itertools.chain(*groups))]
+    cluster = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=3)
+    ranks = [DeviceMesh((MeshAxis("device", 2),), devices) for devices in ((0, 1), (3, 4))]
+    skeleton = Skeleton(tuple(map(tuple, groups)), tuple(ranks * 4), 2, "interleaved")
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))
+    rng = np.random.default_rng(0)
+    sizes = [len(choices) for choices in problem.choices]
+    met = [AnnealingChain(problem, rng.integers(0, sizes), 1, 0).scores[0] for _ in range(50)]
+    for _ in range(6):
+        bound = lower_bound(problem, rng.integers(0, sizes), memory=memory)
+        assert 0.3 * min(met) < bound.seconds <= min(met)
