@@ -140,8 +140,8 @@ def test_a_constraint_never_beats_the_bound_without_it(
 
 # In parts, as all at once take longer than a test may.
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(25))
-@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize("part", range(50))
+@settings(max_examples=5, deadline=None)
 @given(problem=problems())
 def test_hundreds_of_constraints_never_beat_the_search_without_them(
     part: int,
@@ -180,8 +180,8 @@ def test_more_budget_never_gives_a_worse_plan(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize("part", range(20))
+@settings(max_examples=5, deadline=None)
 @given(growth=growths())
 def test_more_budget_never_gives_a_worse_plan_of_a_hundred(
     part: int,
