@@ -208,10 +208,10 @@ def _peak_with_leftovers(
 ) -> int:
     """Bytes at the peak while gradients of the microbatch before still wait.
 
-    `held` is what all operators from `a` to `end` hold, `again` when their next backward begins;
-    by then their parameters were gathered for its forward pass.
+    `held` is what all operators from `a` to `end` hold, `again` when their next backward begins,
+    less what their links gather before that: gradients give way to it.
     """
-    peak, now = 0, again - columns[a:end, GATHER].sum()
+    peak, now = 0, again
     for i in range(end - 1, a - 1, -1):
         queue = _summed_by(now, ends, whole, queue)
         if queue[2] == 0:
@@ -278,7 +278,7 @@ def range_costs(
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
         launch, weight, update, busy, carried = 0, 0, 0, 0, 0
-        state, held, peak = 0, 0, 0
+        state, held, peak, gathered = 0, 0, 0, 0
         inner = final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
         queue = (0, 0, 0, 0)
         for a in range(end - 1, -1, -1):
@@ -298,6 +298,7 @@ def range_costs(
             update += columns[a, UPDATE]
             state += columns[a, STATE]
             held += columns[a, HELD]
+            gathered += columns[a, GATHER]
             drained = shares_link and not gathers and (convert > 0 or columns[a, AGAIN] > 0)
             queue = _queued(columns, a, inner[0], drained, sum_ends, whole_bytes, queue)
             peak = max(peak, most) + columns[a, HELD]
@@ -323,7 +324,7 @@ def range_costs(
             costs[STAGE_LAST, first, last] = finish - backward
             costs[STAGE_STATE, first, last] = state - tied
             costs[STAGE_HELD, first, last] = held
-            again = costs[STAGE_FORWARD, first, last] + backward
+            again = costs[STAGE_FORWARD, first, last] + backward - gathered
             left = _peak_with_leftovers(columns, a, end, held, again, sum_ends, whole_bytes, queue)
             costs[STAGE_PEAK, first, last] = max(peak, left)
             costs[STAGE_TIED, first, last] = sent
