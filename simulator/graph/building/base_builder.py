@@ -317,6 +317,9 @@ class GraphBuilderBase:
         `split` is the same with a dim in parts, one loop for each; `turned` says that the kernel
         is told where the last two dims are swapped.
 
+        Where torch is to run the call instead, say so before anything is bound: dims that were
+        bound stay tied.
+
         Raises:
             ValueError: it is no parameter, or seen in another way.
         """

@@ -146,8 +146,8 @@ class ContractionBuilder(GraphBuilderBase):
         """
         ids = self._written(ids)
         draft = self._draft("embedding", name)
-        if not isinstance(weight.node, DraftParameter) or len(weight.dims) != 2:
-            raise ValueError(f"{draft.where}: its weight must be a parameter of two dims")
+        if not weight.is_stored or len(weight.dims) != 2:
+            raise ValueError(f"{draft.where}: its weight must be a stored parameter of two dims")
         leading = self._leading(draft, ids, 0)
         vocabulary = self._loop(draft, "vocabulary", REDUCTION, weight.shape[0])
         hidden = self._loop(draft, "hidden", PARAMETER, weight.shape[1])
