@@ -144,6 +144,8 @@ class ExpertBuilder(ConvolutionBuilder):
                 f"{draft.where}: its weight has shape {weight.shape}; it must be a parameter "
                 "(expert, in, out)"
             )
+        if not (weight.is_plain or weight.is_turned) or (bias is not None and not bias.is_stored):
+            raise ValueError(f"{draft.where}: its parameters must be seen as they are stored")
         leading = self._leading(draft, x, 3)
         expert = self._loop(draft, "expert", PARAMETER, weight.shape[0])
         slot = self._loop(draft, "slot", ATTRIBUTE, x.shape[-2], labelled=True)
