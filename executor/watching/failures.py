@@ -46,16 +46,22 @@ def failure_of(logs: Path, code: int) -> str:
             text = str(message["message"])
             follows = text.startswith(RankError.__name__)
             when = float(message["extraInfo"]["timestamp"])
-            source = place_in(str(message["extraInfo"].get("py_callstack", "")))
-            failed.append((follows, when, path.parent, text, source))
+            trace = str(message["extraInfo"].get("py_callstack", ""))
+            failed.append((follows, when, path.parent, text, trace))
         except (ValueError, KeyError, TypeError):
             continue
     if failed:
-        follows, _, folder, text, source = min(failed)
+        follows, _, folder, text, trace = min(failed)
         if follows:
             return text.partition(": ")[2]
-        lines = _tail(folder / "stderr.log")
-        place = [line for line in lines if line.startswith(f"rank {folder.name} was at ")]
+        # A rank that is asked to stop while it is ending has said nothing to its log.
+        lines = _tail(folder / "stderr.log") or trace.splitlines()[-TAIL_LINES:]
+        source = place_in(trace)
+        place = [
+            line
+            for line in (*trace.splitlines(), *lines)
+            if line.startswith(f"rank {folder.name} was at ")
+        ]
         ended = f"rank {folder.name} ended with {text}{f' ({source})' if source else ''}"
         first = "; ".join([ended, *place[-1:]])
         return "\n".join([first, *lines])

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from examples.models import MLP
 from stratagem.executor.checkpoints.folder import complete_checkpoints
 from stratagem.executor.checkpoints.reader import load_checkpoint
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.launch import launch
+from stratagem.executor.watching.failures import failure_of
 from stratagem.executor.watching.judges import Limits
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
@@ -265,6 +267,29 @@ def test_an_exception_on_one_rank_is_the_error_of_the_run(place: Path) -> None:
     assert "rank 1 ended with KeyError: 'a story'" in first
     assert "rank 1 was at step 12, taking the batch" in first
     assert_checkpoint_is_whole()
+
+
+def test_where_a_rank_was_is_known_before_its_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank that heard of the error ended the run, and this one before it had spoken."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "stderr.log").touch()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    handler = ErrorHandler()
+    handler.initialize()
+    try:
+        try:
+            raise KeyError("a story")
+        except KeyError as error:
+            error.add_note("rank 1 was at step 12, taking the batch")
+            raise
+    except KeyError as error:
+        handler.record_exception(error)
+    told = failure_of(tmp_path, 1).splitlines()
+    assert told[0].startswith("rank 1 ended with KeyError: 'a story'")
+    assert told[0].endswith("; rank 1 was at step 12, taking the batch")
+    assert "Traceback (most recent call last):" in told
 
 
 @pytest.mark.slow

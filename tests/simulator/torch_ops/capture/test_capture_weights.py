@@ -135,7 +135,7 @@ def test_weights_that_are_parts_or_computed_train_as_in_torch(name: str) -> None
         ),
         (
             lambda s, b: functional.embedding(b["ids"], s.b.weight.tanh()).mean(),
-            "its weight must be a parameter",
+            "its weight must be a stored parameter",
         ),
         (
             lambda s, b: functional.linear(b["y"][0], s.b.weight.tanh()).mean(),
