@@ -189,6 +189,8 @@ class SearchCourse:
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
         left -= self._bound_found(found, left)
+        if weakest:
+            self._bound_recut()
         best_ranked = first_policies(sorted([*found, *refined, *idle], key=lambda e: e.rank))
         best_ranked = best_ranked[:num_skeletons]
         promising = self._promising(best_ranked)[:num_skeletons]
@@ -385,6 +387,17 @@ class SearchCourse:
         if not self._shares.is_up():
             spent = self.evaluations - before
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
+
+    def _bound_recut(self) -> None:
+        """Sharpen bounds of the most promising pipelines of a small model where they are cut anew.
+
+        The program over stages estimates where to cut, and single changes go downhill from there.
+        """
+        if self._is_small:
+            groups = self.space.listed(self.space.recut(self.incumbent.time))
+            self.space.look_at(groups, [part.result() for part in self._looks(groups)])
+            found = [entry for group in groups for entry in group if not entry.why]
+            self._bound_found(sorted(found, key=lambda entry: entry.bound), len(found))
 
     def _search_nearly_as_good(self) -> None:
         """Search the others that may still be better, where that costs little.

@@ -10,6 +10,7 @@ from functools import cached_property
 from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
+from stratagem.searcher.improvement.neighbours import cut_elsewhere
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
@@ -29,6 +30,9 @@ from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
+
+RECUT, CUTS = 4, 2
+"""So many pipelines are cut elsewhere, each at so many places."""
 
 
 @dataclass(eq=False)
@@ -330,6 +334,22 @@ class Space:
         zeros = distinct_stages(self.zero_stages, skeleton.num_microbatches)
         made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
+
+    def recut(self, best: float) -> list[Skeleton]:
+        """The most promising pipelines with one cut elsewhere, where they compute least at least.
+
+        Args:
+            best: seconds of the best plan known of all; what is bounded above is left alone.
+        """
+        bounded = (e for e in self.entries if e.fate is Fate.BOUNDED and e.bound < best)
+        promising = sorted(bounded, key=lambda entry: entry.promise)
+        bases = dict.fromkeys(without_policy(entry.skeleton) for entry in promising)
+        found: dict[Skeleton, None] = {}
+        for base in [base for base in bases if len(base.stages) > 1][:RECUT]:
+            others = cut_elsewhere(base, self.situation.graph)
+            bounds = {other: self.computing_bound(other) for other in others}
+            found |= dict.fromkeys(sorted(bounds, key=bounds.__getitem__)[:CUTS])
+        return list(found)
 
     def share_bound(self, entry: SkeletonEntry, seconds: float) -> None:
         """Take a bound of an entry as one of its skeleton under every policy."""

@@ -228,11 +228,7 @@ def _other_cuts(here: PipelineToChange) -> Iterator[Change]:
     operators = chain.operators.tolist()
     order = [graph.names[i] for i in operators]
     cuts, crossing = chain.cuts.tolist(), _num_crossing(chain)
-    stage_of = _by_operator(skeleton, range(len(skeleton.stages)))
-    stages = [stage_of[name] for name in order]
-    if stages != sorted(stages):
-        return
-    ends = [bisect_left(stages, s + 1) for s in range(len(skeleton.stages))]
+    ends = _ends(skeleton, graph, chain)
     moved: list[dict[int, int]] = []
     for s, end in enumerate(ends[:-1]):
         inside = range(ends[s - 1] + 1 if s else 1, ends[s + 1])
@@ -248,6 +244,32 @@ def _other_cuts(here: PipelineToChange) -> Iterator[Change]:
         if carried is not None:
             names = (f"cut {s + 1} before {order[place]!r}" for s, place in to.items())
             yield Change(" and ".join(names), then, carried)
+
+
+def cut_elsewhere(skeleton: Skeleton, graph: OperatorGraph) -> Iterator[Skeleton]:
+    """The same pipeline with one cut at every other place between those beside it.
+
+    Args:
+        skeleton: whose stages follow one another in the order of the graph; none else is cut.
+        graph: at its whole batch.
+    """
+    chain = chain_of(graph)
+    ends = _ends(skeleton, graph, chain)
+    for s, end in enumerate(ends[:-1]):
+        for place in range(ends[s - 1] + 1 if s else 1, ends[s + 1]):
+            if place != end:
+                at = [place if k == s else other for k, other in enumerate(ends[:-1])]
+                stages = cut_stages(graph, chain.operators.tolist(), at)
+                yield replace(skeleton, stages=stages)
+
+
+def _ends(skeleton: Skeleton, graph: OperatorGraph, chain: OperatorChain) -> list[int]:
+    """Where the stages end among the operators of a chain; none where they do not follow it."""
+    stage_of = _by_operator(skeleton, range(len(skeleton.stages)))
+    stages = [stage_of[graph.names[i]] for i in chain.operators.tolist()]
+    if stages != sorted(stages):
+        return []
+    return [bisect_left(stages, s + 1) for s in range(len(skeleton.stages))]
 
 
 def _moved_alike(ends: list[int], cuts: list[int]) -> list[dict[int, int]]:

@@ -36,7 +36,7 @@ from stratagem.simulator.graph.placement import (
     weight_placements,
 )
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
-from stratagem.simulator.operators.operator import DimKind, Operator, Weight, factor_sizes
+from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
 from stratagem.simulator.sharding.choice import Choice
 
 
@@ -130,22 +130,16 @@ def zero_stages_of(
 ) -> tuple[int, ...]:
     """Of some ZeRO stages those that differ for an operator with a config, in order.
 
-    Only stage 0 is left where no gradient is summed. Parameters without samples, such as learned
-    positions, are sharded over what repeats them.
+    Only stage 0 is left where there is one copy of each parameter, or copies of vectors alone that
+    need no sum (see `home_placements`).
     """
     stages = tuple(stages)
     if not any(stages):
         return stages[:1]
-    samples = any(dim.kind is DimKind.SAMPLE for dim in operator.dims)
     sharded = Choice(config, zero=1)
     shared = any(
-        home == FLAT and (made == PARTIAL or not samples)
+        FLAT in home_placements(weight, sharded, shape)
         for weight in parameter_weights(graph, operator)
-        for home, made in zip(
-            home_placements(weight, sharded, shape),
-            weight_gradient_placements(weight, config),
-            strict=True,
-        )
     )
     found = (zero_stage(graph, operator, zero) if shared else 0 for zero in stages)
     return tuple(dict.fromkeys(found))

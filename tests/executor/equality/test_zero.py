@@ -125,8 +125,31 @@ def test_learned_positions_are_shared_out_too() -> None:
     assert choices["wpe"].config == (REPLICATE, REPLICATE)
     assert home_placements(positions.weights[0], choices["wpe"], (5, 1)) == (FLAT, REPLICATE)
     assert zero_stages_of(graph, positions, choices["wpe"].config, (5, 1), (0, 1)) == (0, 1)
-    head = graph.operator("h.0.attn.qkv")
-    assert zero_stages_of(graph, head, (REPLICATE, REPLICATE), (5, 1), (0, 1)) == (0,)
+
+
+def test_a_stage_differs_where_copies_of_a_parameter_are_shared_out() -> None:
+    """Summed or repeated: a search left out products whose devices all compute the same."""
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, batch=10)
+    head, norm = graph.operator("h.0.attn.qkv"), graph.operator("h.0.ln_1")
+    every, shard = (0, 1, 2, 3), Shard("sample")
+    assert zero_stages_of(graph, head, (REPLICATE, REPLICATE), (5, 1), every) == every
+    assert zero_stages_of(graph, head, (REPLICATE, REPLICATE), (1, 1), every) == (0,)
+    assert zero_stages_of(graph, head, (Shard("head"), REPLICATE), (2, 1), every) == (0,)
+    assert zero_stages_of(graph, norm, (REPLICATE, REPLICATE), (5, 1), every) == (0,)
+    assert zero_stages_of(graph, norm, (shard, REPLICATE), (5, 1), every) == every
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_all_devices_compute_alike_is_kept_in_parts(zero: int) -> None:
+    """No gradient is summed, and a device has a third of the state of every matrix."""
+    case = mlp_of(3)
+    one, parts = (
+        make_plan(case, sharding(None, zero=stage), (3,), num_microbatches=2)
+        for stage in (0, zero)
+    )
+    assert_runs_like_torch(case, parts)
+    whole, held = (simulate_plan(p, case.graph, COSTS).memory[0].state for p in (one, parts))
+    assert held < 0.75 * whole
 
 
 def test_vectors_stay_whole_along_axes_that_only_repeat_them() -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import cloudpickle
@@ -25,6 +26,7 @@ from stratagem.searcher.improvement.neighbours import (
     Neighbour,
     Neighbourhood,
     PipelineToChange,
+    cut_elsewhere,
     neighbours,
     register_move,
     registered_moves,
@@ -548,3 +550,26 @@ def test_a_module_that_registers_when_it_is_imported_is_sent(
         return "none" in own.moves, "flip" in own.kinds, "own" in own.schedules
 
     assert in_fresh_process(there, in_fresh_process(here)) == (True, True, True)
+
+
+@pytest.mark.parametrize("places", [(3,), (2, 5), (1, 2, 6)])
+def test_cut_elsewhere_is_every_pipeline_that_differs_in_one_cut(places: tuple[int, ...]) -> None:
+    graph = uneven()
+    layers = sum(not op.is_source for op in graph.operators)
+    skeleton = Skeleton(cut_at(graph, *places), meshes_of(*[(1,)] * (len(places) + 1)), 2, "1f1b")
+    every = {
+        cut_at(graph, *others)
+        for others in combinations(range(1, layers), len(places))
+        if sum(a != b for a, b in zip(others, places, strict=True)) == 1
+    }
+    found = list(cut_elsewhere(skeleton, graph))
+    assert {each.stages for each in found} == every
+    assert len(found) == len(every)
+    assert all(replace(each, stages=skeleton.stages) == skeleton for each in found)
+
+
+def test_stages_that_do_not_follow_the_order_of_operators_are_cut_nowhere_else() -> None:
+    graph = uneven()
+    first, second = cut_at(graph, 3)
+    back = Skeleton((second, first), meshes_of((1,), (1,)), 2, "1f1b")
+    assert list(cut_elsewhere(back, graph)) == []
