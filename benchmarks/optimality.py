@@ -28,6 +28,7 @@ from benchmarks.small_problems import SmallProblem, draw_problem
 from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.problem.exhaustive import exhaustive_plans
+from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -100,6 +101,7 @@ def measure(problem: SmallProblem, evaluations: int) -> Outcome:
         training=problem.training,
         budget=Budget(evaluations),
         options=Options(recompute=("none",)),
+        constraints=Constraints(headroom=0.0),
     )
     return Outcome(problem, optimum, result)
 

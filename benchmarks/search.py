@@ -47,6 +47,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.improvement import skeleton_choices
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.processes.worker_processes import worker_count
+from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -182,6 +183,7 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
             baselines=tuple(METHODS) if every_baseline else None,
             schedule=("1f1b", "interleaved"),
             options=Options(inputs_first=True, regather=True),
+            constraints=Constraints(headroom=0.0),  # as the planners that published these cases
         )
     return {
         "case": name,

@@ -143,7 +143,6 @@ def search(
     if isinstance(schedule, str):
         schedule = (schedule,)
     wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
-    wishes = wishes.on(cluster)
     wishes.check_axes(_axes(start))
     wishes.check_degrees(graph, cluster.num_devices)
     situation = Situation(graph, cluster, base, costs_or_default(costs))
@@ -354,7 +353,7 @@ def _search_graph(
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
         fastest=None if given is best else _named(best, graph, seed),
-        headroom=wishes.room,
+        headroom=wishes.room(cluster),
     )
 
 

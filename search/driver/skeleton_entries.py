@@ -126,7 +126,9 @@ class Space:
                 f"options try {', '.join(options.recompute)}: name one of these"
             )
         self.entries: list[SkeletonEntry] = []
-        self.quick = QuickBounds(situation, options, constraints.constraints.room)
+        self.quick = QuickBounds(
+            situation, options, constraints.constraints.room(situation.cluster)
+        )
         self.is_looked_at = False
         self.pipelines_bound: float | None = None
         self.unlisted_bound = float("inf")
@@ -148,7 +150,7 @@ class Space:
             zero_stages=self.zero_stages,
             microbatches=wishes.microbatches or (),
             recompute=self.policies,
-            headroom=wishes.room,
+            headroom=wishes.room(self.situation.cluster),
         )
 
     def skeleton_of(self, plan: Plan) -> Skeleton:

@@ -82,7 +82,8 @@ class Sharpener:
         quick: QuickBounds | None = None,
     ) -> None:
         self.situation = situation
-        self._quick = quick or QuickBounds(situation, options, constraints.constraints.room)
+        room = constraints.constraints.room(situation.cluster)
+        self._quick = quick or QuickBounds(situation, options, room)
         self._options, self._zero_stages = options, zero_stages
         self._constraints, self._policies, self._seed = constraints, policies, seed
         self._neighbourhoods: dict[tuple[str, ...], Neighbourhood] = {}

@@ -202,7 +202,7 @@ def make_problem(
     if constraints is not None:
         choices = _allowed(choices, small, skeleton, pipeline.stage_of, constraints, cluster)
     priced = price_pipeline(pipeline, small, choices, Prices(costs, memory or RowMemory()))
-    headroom = NO_HEADROOM if constraints is None else constraints.constraints.room
+    headroom = NO_HEADROOM if constraints is None else constraints.constraints.room(cluster)
     return problem_of(priced, skeleton, headroom)
 
 

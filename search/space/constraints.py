@@ -96,7 +96,8 @@ class Constraints:
         recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the
             letter.
         headroom: what of each device's memory must stay free: a share, a `Headroom`, or
-            ``"measured"``: what measured runs lacked beside what was predicted (`headroom`).
+            ``"measured"``, as it is unless told: what measured runs lacked beside what was
+            predicted (see `simulator.hardware.headroom`). 0 lets plans fill the memory.
         rules: conditions of one's own (see `Rule`).
 
     Raises:
@@ -115,7 +116,7 @@ class Constraints:
     microbatches: tuple[int, ...] | None = None
     schedules: tuple[str, ...] | None = None
     recompute: tuple[str, ...] | None = None
-    headroom: float | str | Headroom = 0.0
+    headroom: float | str | Headroom = MEASURED
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -176,31 +177,14 @@ class Constraints:
             zero_stages=_both("zero_stages", zero_stages, self.zero_stages),
         )
 
-    def on(self, cluster: Cluster) -> Constraints:
-        """These constraints with the headroom that plans on a cluster are to have.
+    def room(self, cluster: Cluster) -> Headroom:
+        """What of each device's memory of a cluster must stay free.
 
         Example:
-            >>> constraints = Constraints(headroom="measured")
-            >>> constraints.on(Cluster.preset("dgx-a100", num_nodes=1)).headroom
+            >>> Constraints().room(Cluster.preset("dgx-a100", num_nodes=1))
             Headroom(share=0.11, fixed_bytes=2441084928)
         """
-        if not isinstance(self.headroom, str):
-            return self
-        return replace(self, headroom=headroom_of(self.headroom, cluster))
-
-    @property
-    def room(self) -> Headroom:
-        """What of each device's memory must stay free.
-
-        Raises:
-            ValueError: it is the measured one, which depends on a cluster (see `on`).
-        """
-        if isinstance(self.headroom, str):
-            raise ValueError(
-                f"constraints: headroom is {self.headroom!r} of no cluster yet; ask "
-                "Constraints.on(cluster) for those of one"
-            )
-        return self.headroom if isinstance(self.headroom, Headroom) else Headroom(self.headroom)
+        return headroom_of(self.headroom, cluster)
 
     def describe(self) -> str:
         """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
@@ -356,7 +340,7 @@ class BoundConstraints:
 
     def violations(self, simulation: Simulation) -> list[str]:
         """In words, what a simulated plan does that the constraints do not allow."""
-        room = self.constraints.room
+        room = self.constraints.room(simulation.plan.cluster)
         return self.breaks(simulation) + [
             f"rank {r} holds {rank.peak} of {rank.capacity} bytes; {room} must stay free"
             for r, rank in enumerate(simulation.memory)
@@ -365,7 +349,7 @@ class BoundConstraints:
 
     def without_room(self, simulation: Simulation) -> Simulation | None:
         """A plan that leaves too little memory free, under the capacity it may use; else None."""
-        room = self.constraints.room
+        room = self.constraints.room(simulation.plan.cluster)
         if not room or all(m.peak <= room.usable(m.capacity) for m in simulation.memory):
             return None
         memory = (replace(m, capacity=room.usable(m.capacity)) for m in simulation.memory)

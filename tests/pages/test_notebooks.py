@@ -29,7 +29,7 @@ SHOWN = {
         1,
         ["1.30 billion", "two boxes", "sort_0", "depends on the values", "found plan"],
     ),
-    "07_certificate": (2, ["no plan of the space takes less", "gap", "pruned"]),
+    "07_certificate": (2, ["no plan of the space that leaves 11 %", "gap", "pruned"]),
     "08_whole_runs": (1, ["goodput", "steps that were lost", "median", "restarts"]),
     "09_annotations": (1, ["h.0.mlp.down.weight", "at least", "under all annotations"]),
 }

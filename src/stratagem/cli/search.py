@@ -99,7 +99,7 @@ def search(
             help="what of each device's memory must stay free: a share, or measured: what "
             "measured runs took beside what is predicted",
         ),
-    ] = "0",
+    ] = MEASURED,
     compare_with: Baselines = None,
     rewrite: Annotated[
         int, typer.Option(help="search so many rewritten graphs too, that compute the same")

@@ -117,7 +117,7 @@ def test_what_must_stay_free_counts() -> None:
 
 
 def space_of(here: Situation) -> Space:
-    space = Space(here, Options(), (0, 2, 3), Constraints().bind(here.graph))
+    space = Space(here, Options(), (0, 2, 3), Constraints(headroom=0.0).bind(here.graph))
     groups = space.listed(all_skeletons(here.graph, here.cluster, ("1f1b",)))
     space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
     return space

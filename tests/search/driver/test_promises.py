@@ -27,6 +27,7 @@ from stratagem.simulator.graph.models import gpt, mlp, nmt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Placement, Shard
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.headroom import MEASURED
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -103,8 +104,13 @@ def problems(draw: st.DrawFn) -> tuple[OperatorGraph, Cluster, tuple[str, ...], 
 
 
 def quick(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchResult:
-    arguments = {"budget": Budget(evaluations=600), "num_threads": 1}
-    return search(graph, cluster, **{**arguments, **changed})  # type: ignore[arg-type]
+    """A search that may use all of the memory unless it is told what must stay free."""
+    arguments = {"budget": Budget(evaluations=600), "num_threads": 1, **changed}
+    wishes = arguments.pop("constraints", Constraints())
+    assert isinstance(wishes, Constraints)
+    if wishes.headroom == MEASURED:
+        wishes = replace(wishes, headroom=0.0)
+    return search(graph, cluster, constraints=wishes, **arguments)  # type: ignore[arg-type]
 
 
 def check_constraints(

@@ -17,6 +17,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
     Options,
@@ -220,7 +221,14 @@ def test_memory_is_a_hard_limit() -> None:
     state = 16 * graph.num_parameters / 2**30
     device = replace(CLUSTER.device_types[0], memory_gib=0.75 * state, reserved_gib=0)
     small = replace(CLUSTER, device_types=(device,))
-    result = search(graph, small, budget=Budget(evaluations=500), num_skeletons=2, num_bounded=2)
+    result = search(
+        graph,
+        small,
+        budget=Budget(evaluations=500),
+        num_skeletons=2,
+        num_bounded=2,
+        constraints=Constraints(headroom=0.0),
+    )
     assert not result.baselines["data parallel"].fits
     assert result.simulation.fits
 

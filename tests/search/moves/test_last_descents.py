@@ -90,7 +90,7 @@ def test_a_neighbour_that_does_not_fit_as_it_is_chooses_anew() -> None:
     situation = Situation(graph, cluster, training, default_costs())
     start = situation.simulate(situation.plan(skeletons[0], choices, name="start"))
     assert start.fits
-    bound = Constraints().bind(graph)
+    bound = Constraints(headroom=0.0).bind(graph)
     sharpener = Sharpener(situation, Options(), (0, 3), bound, SINGLE, seed=0)
     refine = partial(sharpener.refine, skeletons[0], start.plan, ("1f1b",), 20)
     plain, anew = situation.simulate(refine().plan), refine(2_000)
@@ -121,10 +121,10 @@ def test_what_recomputes_something_else_on_the_pipeline_of_the_best_is_searched(
             training=Training("float32"),
             schedule=schedules,
             budget=Budget(evaluations=300),
-            constraints=wishes,
+            constraints=Constraints(recompute=policies, headroom=0.0),
             num_threads=1,
         )
-        for wishes in (None, Constraints(recompute=("none",)))
+        for policies in (None, ("none",))
     )
     assert held.simulation.fits
     assert free.simulation.step_time <= 1.002 * held.simulation.step_time

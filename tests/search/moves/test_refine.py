@@ -490,7 +490,7 @@ def test_without_registered_moves_there_are_none() -> None:
 
 def test_other_processes_know_moves_that_were_registered(tripling: str) -> None:
     here = situation_of(two_stages()[0])
-    wishes = Constraints().bind(here.graph)
+    wishes = Constraints(headroom=0.0).bind(here.graph)
     arguments = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0).arguments
 
     def there(own: Registered) -> list[str]:
@@ -534,7 +534,7 @@ def test_a_module_that_registers_when_it_is_imported_is_sent(
         situation_of(two_stages()[0]),
         Options(),
         (0, 2),
-        Constraints().bind(two_stages()[0]),
+        Constraints(headroom=0.0).bind(two_stages()[0]),
         ("none",),
         0,
     ).arguments

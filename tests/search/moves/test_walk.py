@@ -173,7 +173,9 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
     }
     options, policies = Options(recompute=("none",)), ("none",)
     situation = Situation(graph, CLUSTER, Training(), default_costs())
-    sharpener = Sharpener(situation, options, (0,), Constraints().bind(graph), policies, seed=0)
+    sharpener = Sharpener(
+        situation, options, (0,), Constraints(headroom=0.0).bind(graph), policies, seed=0
+    )
     best = min(
         exhaustive(sharpener.problem(Known(skeleton, 0.0, {}))[0], limit=10**5).score
         for skeleton in every
@@ -219,7 +221,9 @@ def tight(graph: OperatorGraph, share: float) -> tuple[Situation, Skeleton]:
 def test_what_does_not_fit_settles_where_it_recomputes_more() -> None:
     graph, policies = small_gpt(batch=32), ("none", "selective", "full")
     situation, skeleton = tight(graph, 0.97)
-    sharpener = Sharpener(situation, Options(), (0,), Constraints().bind(graph), policies, seed=0)
+    sharpener = Sharpener(
+        situation, Options(), (0,), Constraints(headroom=0.0).bind(graph), policies, seed=0
+    )
     choices = data_parallel(graph, (1,))
     found = sharpener.settle(skeleton, choices, float("inf"), 50, 0)
     assert found is not None

@@ -166,6 +166,7 @@ def test_an_interrupted_search_simulates_nothing_more(monkeypatch: pytest.Monkey
 def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
     graph = small()
     wishes = {"training": sg.Training("bfloat16"), "budget": sg.Budget(400), "progress": False}
+    wishes["constraints"] = sg.Constraints(headroom=0.0)
     free = sg.search(graph, cluster(), baselines=(), **wishes)
     tight = cluster(0.7 * free.simulation.peak_memory / 2**30)
     fast = sg.search(graph, tight, baselines=(), **wishes)

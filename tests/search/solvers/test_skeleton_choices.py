@@ -110,7 +110,7 @@ def test_a_plan_that_fits_is_looked_for_beside_what_waits() -> None:
 
 def test_a_skeleton_that_is_counted_through_has_a_plan_that_fits() -> None:
     situation, problem, best = between()
-    bound = Constraints().bind(situation.graph)
+    bound = Constraints(headroom=0.0).bind(situation.graph)
     sharpener = Sharpener(situation, Options(), ZERO_STAGES, bound, ("none",), seed=0)
     first = simulated(situation, problem, best)
     found = sharpener.sharpen(Known(flat(situation), 0.0, {}), np.inf)

@@ -61,14 +61,12 @@ def test_what_a_calibration_reserves_is_not_left_free_once_more() -> None:
 def test_cpus_leave_nothing_free() -> None:
     cluster = Cluster.preset("local-cpu")
     assert not measured_headroom(cluster)
-    assert Constraints(headroom="measured").on(cluster).room == Headroom()
+    assert Constraints().room(cluster) == Headroom()
 
 
-def test_an_unknown_headroom_is_refused_and_the_measured_one_needs_a_cluster() -> None:
+def test_an_unknown_headroom_is_refused() -> None:
     with pytest.raises(ValueError, match="headroom is 'most'; give a share"):
         Constraints(headroom="most")
-    with pytest.raises(ValueError, match="'measured' of no cluster yet"):
-        _ = Constraints(headroom="measured").room
     with pytest.raises(ValueError, match="headroom of -1 bytes"):
         Headroom(0.1, -1)
 
@@ -130,3 +128,21 @@ def test_the_best_share_is_the_one_that_tells_most_runs_rightly() -> None:
     assert wrong([*ran, *broke], 0.0, communicators=True) == Wrong(0, 2)
     assert best_share([*ran, *broke], communicators=False) == 0.15
     assert best_share([*ran, *broke], communicators=True) == 0.1
+
+
+def test_a_search_leaves_the_measured_headroom_free_unless_told() -> None:
+    """Plans of a large model once filled 78 of 78 GiB."""
+    whole = int(4.56 * 2**30)
+    graph, cluster = mlp([8192, 8192, 8192, 8192], batch=16384), with_memory(whole)
+    arguments = {"budget": Budget(evaluations=200), "num_bounded": 2, "num_skeletons": 1}
+    room = measured_headroom(cluster)
+    usable = room.usable(whole)
+    careful = search(graph, cluster, **arguments)  # type: ignore[arg-type]
+    filling = search(graph, cluster, constraints=Constraints(headroom=0.0), **arguments)  # type: ignore[arg-type]
+    assert careful.headroom == room
+    assert careful.simulation.fits
+    assert careful.simulation.peak_memory <= usable < filling.simulation.peak_memory
+    assert str(room) in careful.certificate
+    assert careful.fits_without_headroom(filling.simulation)
+    assert careful.baselines["data parallel"].peak_memory > usable
+    assert "without headroom" in str(careful.table)
