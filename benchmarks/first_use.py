@@ -12,11 +12,12 @@ demo                  the whole `examples.demo`, which times operators of this m
 Each case runs twice in processes of its own that find the package set up: with an empty folder of
 compiled kernels and nothing timed (cold), and again with what the first has left (warm).
 
-Prints one JSON object a case: `cold_s` and `warm_s`, seconds of the whole process; `import_s` of
-them until there is a graph; of searches `cold_good_s` and `first_good_s`, from there until a plan
-was known that takes at most 2 % more than the one found in the end, cold and warm; `cold_search_s`
-and `search_s`, the whole search, cold and warm; `plan_ms`, `gap` (a share of the step) and `stop`;
-`mb` that the process took at most, 10⁶ bytes.
+Prints one JSON object a case, null where something is no part of it: `cold_s` and `warm_s`,
+seconds of the whole process; `import_s` of them until there is a graph; of searches `cold_good_s`
+and `first_good_s`, from there until a plan was known that takes at most 2 % more than the one
+found in the end, cold and warm; `cold_search_s` and `search_s`, the whole search, cold and warm;
+`plan_ms`, `gap` (a share of the step), `stop` and `fits`; `mb` that the process took at most, 10⁶
+bytes.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ SEARCHES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gpt3-175b 1024 a100": _gpt3,
     MIXTRAL: _mixtral,
 }
+TOLD = ("import_s", "first_good_s", "search_s", "plan_ms", "gap", "stop", "fits", "mb")
 SIMULATE = "simulate gpt2"
 CASES = (SIMULATE, *SEARCHES, DEMO)
 
@@ -156,10 +158,10 @@ def both(case: str) -> dict[str, object]:
         return {"case": case, "left_out": "transformers is not installed: pip install '.[zoo]'"}
     with tempfile.TemporaryDirectory() as folder:
         cold, warm = (measure(case, Path(folder)) for _ in range(2))
-    names = {"first_good_s": "cold_good_s", "search_s": "cold_search_s", "seconds": "cold_s"}
-    of_cold = {names[name]: cold[name] for name in names if name in cold}
+    names = {"seconds": "cold_s", "first_good_s": "cold_good_s", "search_s": "cold_search_s"}
+    of_cold = {names[name]: cold.get(name) for name in names}
     seconds = warm.pop("seconds")
-    return {"case": case, **of_cold, "warm_s": seconds, **warm}
+    return {"case": case, **of_cold, "warm_s": seconds, **{name: warm.get(name) for name in TOLD}}
 
 
 def main() -> None:

@@ -118,6 +118,24 @@ SECTIONS = {
             "equal": "equal",
         },
     ),
+    "first_use": Section(
+        "A first use, and the next",
+        "Seconds that whole processes take with nothing compiled or timed (cold), and again "
+        "(warm); of searches until a plan was known that takes at most 2 % more than the one that "
+        "was found, and until the end, cold and warm; the plan found, and how far from the best "
+        "it can be. All defaults, two cores.",
+        {
+            "case": "case",
+            "cold_s": "cold",
+            "warm_s": "warm",
+            "cold_good_s": "good plan, cold",
+            "first_good_s": "good plan, warm",
+            "cold_search_s": "search, cold",
+            "search_s": "search, warm",
+            "plan_ms": "plan, ms",
+            "gap": "gap",
+        },
+    ),
     "timeline": Section(
         "Drawing a timeline",
         "Against matplotlib's `barh` for a figure of the same size.",
@@ -206,6 +224,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     if isinstance(value, int):
