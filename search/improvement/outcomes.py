@@ -99,7 +99,7 @@ class Fate(enum.Enum):
     RANKED = "ranked: known strategies were simulated on it"
     BOUNDED = "bounded: its lower bound was sharpened, no plan searched"
     ANNEALED = "searched"
-    ENUMERATED = "enumerated: every plan of it was scored"
+    ENUMERATED = "enumerated: every plan of it was scored, or passed over as worse"
     OPEN = "open: only its computing was bounded"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.searcher.problem._exhaustive_kernels import try_plans
+from stratagem.searcher.problem._exhaustive_kernels import Decided, try_plans
 from stratagem.searcher.problem._score_kernels import MEASURE, REPLAY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import arguments_of
@@ -23,6 +23,7 @@ from stratagem.searcher.space.skeletons import (
 )
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.resources import NUM_RESOURCES
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.schedules.work_kinds import SEND
 
@@ -39,7 +40,7 @@ class Optimum:
         score: seconds of its step, times more than 1 where it does not fit.
         fits: whether it fits; then it is the fastest that does. Else no plan fits, and it is the
             one whose fullest device is over its memory by the least share.
-        num_plans: how many plans were scored.
+        num_plans: how many plans there are.
     """
 
     choice: Ints
@@ -49,9 +50,11 @@ class Optimum:
 
 
 def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
-    """Score every plan of a problem by the kernel that scores all plans, and keep the best.
+    """Go through every plan of a problem with the kernel that scores all plans, and keep the best.
 
-    Of equally good plans it is the first, counting the choices of the last operator fastest.
+    Of equally good plans it is the first, counting the choices of the last operator fastest. Once
+    a plan fits, those are passed over of which some resource alone is busy for longer than the
+    best takes: none of them can be better.
 
     Example:
         >>> from stratagem.searcher.problem.priced_skeleton import make_problem
@@ -87,6 +90,7 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
     block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     free, touches = np.flatnonzero(num_choices > 1), _touches(problem)
+    decided, known = _decided(problem, free), np.zeros(1, dtype=np.int64)
     done = 0
     while done < num_plans:
         done += try_plans(
@@ -96,6 +100,8 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
             free,
             touches,
             dirty,
+            decided,
+            known,
             best,
             scores,
             block_ns,
@@ -189,3 +195,56 @@ def _touches(problem: Problem) -> Ints:
         found[i, stages_touched(problem, i)] = MEASURE
         found[i, problem.stage_of[i]] = REPLAY
     return found
+
+
+def _decided(problem: Problem, free: Ints) -> Decided:
+    """Which tasks of the blocks that a step plays are decided with each `free` operator."""
+    depth_of = np.zeros(len(problem.choices), dtype=np.int64)
+    depth_of[free] = np.arange(free.size)
+    _, _, offsets, _, _, _, _, *columns = problem.blocks[:14]
+    base, inner_base, first, stride, second, second_stride, gate = columns
+    gate_starts, gate_operators = problem.blocks[14:16]
+    rows, depths = [], []
+    for k, (_, _, block, inner) in enumerate(problem.plays.tolist()):
+        tasks = np.arange(offsets[block], offsets[block + 1])
+        where = (inner_base if inner else base)[tasks]
+        tasks, where = tasks[where > 0], where[where > 0]
+        columns = [c[tasks] for c in (first, stride, second, second_stride, gate)]
+        rows.append(np.column_stack([np.full_like(tasks, k), where, *columns]))
+        depth = np.maximum(depth_of[first[tasks]], depth_of[second[tasks]])
+        for row in np.flatnonzero(columns[-1] >= 0).tolist():
+            begin, end = gate_starts[columns[-1][row] : columns[-1][row] + 2]
+            rivals = depth_of[gate_operators[begin:end]]
+            depth[row] = max(int(depth[row]), int(rivals.max(initial=0)))
+        depths.append(depth)
+    depth = np.concatenate(depths)
+    order = np.argsort(depth, kind="stable")
+    return Decided(
+        starts=np.searchsorted(depth[order], np.arange(free.size + 1)).astype(np.int64),
+        tasks=np.concatenate(rows)[order],
+        loads=_loads(problem),
+        spent=np.zeros((free.size + 1, len(problem.plays), NUM_RESOURCES), dtype=np.int64),
+    )
+
+
+def _loads(problem: Problem) -> Ints:
+    """Per resource of the macro graph how often it plays the block of each row of `plays`.
+
+    A task that takes the time of another kind of block off its own counts that as played less
+    often, or as nothing where that is not played so often.
+    """
+    macro, graph = problem.macro_graph, problem.macro_graph.graph
+    row_of = {(kind, stage): k for k, (stage, kind, _, _) in enumerate(problem.plays.tolist())}
+    whole = np.zeros((graph.num_resources, len(row_of)), dtype=np.int64)
+    less = np.zeros_like(whole)
+    for task in range(graph.num_tasks):
+        item, held = int(macro.item[task]), int(graph.resource_sets[task])
+        rows = [row_of.get((int(kind), item)) for kind in (macro.kind[task], macro.less[task])]
+        resources = graph.set_resources[graph.set_offsets[held] : graph.set_offsets[held + 1]]
+        if macro.less[task] < 0 and rows[0] is not None:
+            whole[resources, rows[0]] += 1
+        elif rows[0] is not None and rows[1] is not None:
+            less[resources, rows[0]] += 1
+            less[resources, rows[1]] -= 1
+    both = whole + less
+    return np.unique(np.concatenate([whole, both[(both >= 0).all(axis=1)]]), axis=0)

@@ -10,14 +10,17 @@ import pytest
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.problem import exhaustive as module
+from stratagem.searcher.problem._score_kernels import REPLAY, score_plan
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.problem.scoring import arguments_of, peaks_of
 from stratagem.searcher.space.skeletons import Skeleton, skeletons
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 COSTS = RooflineCosts()
@@ -94,6 +97,45 @@ def test_replaying_only_what_changed_scores_as_from_scratch() -> None:
     for _ in range(300):
         choice = rng.integers(0, [len(c) for c in small.choices])
         assert AnnealingChain(problem, choice, total=1, seed=0).score() >= found.score
+
+
+def scored_from_nothing(problem: Problem, choice: np.ndarray) -> tuple[float, list[int]]:
+    """The score of a plan of which every block is played, and the peaks of its ranks."""
+    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
+    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
+    dirty = np.full(problem.num_stages, REPLAY, dtype=np.int64)
+    score = score_plan(dirty, choice, block_ns, profiles, *arguments_of(problem))
+    return score, peaks_of(problem, profiles)
+
+
+@pytest.mark.parametrize("fitting", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "slowdown"),
+    [("1f1b", 1, 0.13), ("1f1b", 2, 0.0), ("gpipe", 2, 0.13), ("zb-h1", 2, 0.13)],
+)
+def test_plans_that_are_passed_over_are_no_better(
+    schedule: str, num_stages: int, slowdown: float, fitting: float
+) -> None:
+    """Also beside rivals and launches, whether all, some or no plans fit; the first of equals."""
+    graph = mlp([128, 192, 64], batch=64)
+    busy = Calibration(launch_us=2.0, stall_us=5.0)
+    on = replace(cluster(4), compute_slowdown=slowdown, calibration=busy)
+    listed = skeletons(graph, on, schedule=schedule, max_microbatches=4)
+    skeleton = [s for s in listed if len(s.stages) == num_stages][-1]
+    problem = problem_of(graph, skeleton, on, (0, 2))
+    ranges = [range(len(options)) for options in problem.choices]
+    every = [np.array(each, dtype=np.int64) for each in itertools.product(*ranges)]
+    assert 300 < len(every) < 20_000
+    peaks = sorted(max(scored_from_nothing(problem, choice)[1]) for choice in every)
+    room = peaks[round(fitting * (len(every) - 1))] if fitting else peaks[0] - 1
+    problem = replace(problem, capacities=np.full_like(problem.capacities, room))
+    scored = [scored_from_nothing(problem, choice) for choice in every]
+    results = [(max(0.0, max(peaks) / room - 1.0), score) for score, peaks in scored]
+    first = min(range(len(every)), key=lambda k: results[k])
+    found = exhaustive(problem)
+    assert found.choice.tolist() == every[first].tolist()
+    assert found.score == results[first][1]
+    assert found.fits == (fitting > 0)
 
 
 def test_it_goes_on_after_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
