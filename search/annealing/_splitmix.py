@@ -27,13 +27,13 @@ def next_word(state: Words) -> np.uint64:
     return np.uint64(word ^ (word >> _31))
 
 
-@uncounted()
+@uncounted(cache=True)
 def random_float(state: Words) -> float:
     """A number from 0 to below 1."""
     return float(np.float64(next_word(state) >> _11) * 2.0**-53)
 
 
-@uncounted()
+@uncounted(cache=True)
 def random_below(state: Words, bound: int) -> int:
     """A whole number from 0 to below `bound`, which is below 2**31."""
     # As int64: an `int` of Python would be unsigned in numba.

@@ -140,7 +140,7 @@ def measure_stage(
             profile[3 + which] = max(profile[3 + which], alive)
 
 
-@kernel()
+@kernel(cache=True)
 def rank_peak(
     rank: int,
     profiles: Ints,

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dis
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from types import CodeType, FunctionType, ModuleType
 
 import numpy as np
 import pytest
 from numba import njit
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
 
+from stratagem import searcher, simulator
+from stratagem.searcher.annealing import _splitmix
 from stratagem.searcher.annealing._chain_kernels import anneal
+from stratagem.searcher.problem.scoring import peaks_of
 from stratagem.simulator.base.compiling import KernelCache, kernel, uncounted
 
 OUTSIDE = """
@@ -137,3 +148,50 @@ def test_names_of_kernels_are_the_same_in_every_process():
     )
     assert isinstance(anneal._cache, KernelCache)
     assert told.stdout.strip() == anneal._cache.fingerprint
+
+
+def codes_of(value: object) -> Iterator[CodeType]:
+    """The code of a function, or of all methods of a class, and of functions inside."""
+    if isinstance(value, type):
+        for each in vars(value).values():
+            made = getattr(each, "fget", None) or getattr(each, "func", each)
+            if isinstance(made, FunctionType):
+                yield from codes_of(made)
+    elif isinstance(value, CodeType):
+        yield value
+        for constant in value.co_consts:
+            yield from codes_of(constant)
+    elif isinstance(value, FunctionType):
+        yield from codes_of(value.__code__)
+
+
+def kernels_called(value: object, known: dict[str, object]) -> Iterator[Dispatcher]:
+    """The kernels that Python code refers to among the globals of its module, or in a module."""
+    for code in codes_of(value):
+        before: object = None
+        for one, after in pairwise(dis.get_instructions(code)):
+            inside = vars(before) if isinstance(before, ModuleType) else {}
+            before = (known if one.opname == "LOAD_GLOBAL" else inside).get(str(one.argval))
+            if isinstance(before, Dispatcher) and after.argval != "py_func":
+                yield before
+
+
+def test_what_kernels_are_called_is_seen() -> None:
+    known = {"anneal": anneal, "_splitmix": _splitmix}
+    found = [_splitmix.random_float, anneal]
+    assert list(kernels_called(lambda: (_splitmix.random_float(0), anneal(1)), known)) == found
+    assert list(kernels_called(lambda: anneal.py_func(1), known)) == []
+    assert list(kernels_called(peaks_of, vars(sys.modules[peaks_of.__module__])))
+
+
+def test_kernels_that_python_calls_are_kept() -> None:
+    """Peaks of ranks were compiled anew by every process that searched: a quarter of a second."""
+    found: set[Dispatcher] = set()
+    for package in (searcher, simulator):
+        for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            known = vars(importlib.import_module(each.name))
+            for value in list(known.values()):
+                if getattr(value, "__module__", "") == each.name:
+                    found.update(kernels_called(value, known))
+    assert len(found) > 20
+    assert [k.py_func.__name__ for k in found if isinstance(k._cache, NullCache)] == []
