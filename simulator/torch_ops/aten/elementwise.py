@@ -11,7 +11,7 @@ from stratagem.simulator.operators.step_programs import Steps
 from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
 from stratagem.simulator.torch_ops.aten.checks import check_kind, kind_of_steps
-from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant
+from stratagem.simulator.torch_ops.aten.expressions import Expression, compact, is_constant
 from stratagem.simulator.torch_ops.aten.pointwise import POINTWISE, Term
 
 
@@ -110,10 +110,14 @@ def _where(call: AtenCall) -> DraftTensor:
     known = None
     if isinstance(condition, Expression) and is_constant(condition):
         known = call.constant(condition)
-    if known is None or bool(known.any()) != bool(known.all()):
+    if known is None or known.numel() == 0:
+        return _pointwise(call)
+    known = compact(known)  # A mask for all samples and heads is one square.
+    ever = bool(known.any())
+    if ever != bool(known.all()):
         return _pointwise(call)
     one, other = call.given("self"), call.given("other")
-    taken = one if bool(known.any()) else other
+    taken = one if ever else other
     if not isinstance(taken, DraftTensor) or taken.dtype != call.dtype:
         return _pointwise(call)
     return expand(taken, call.shape)
