@@ -93,7 +93,7 @@ def save_checkpoint(
             optimizer=" and ".join(training.optimizers),
             states=training.states if updates else (),
             updates=updates,
-            rate=interpreter.optimizer.rate,
+            rate=interpreter.optimizer.now[0].rate,
             course=course,
             maps=program.maps,
             tensors=saved_tensors(program),

@@ -93,7 +93,7 @@ class Interpreter:
     `counters` are those of batch norms, as they follow from the steps made.
     `reads` has the inputs of the batch that it needs, which alone are brought to its device, by
     `loader`.
-    `optimizer` is that of the parameters at home; its rate may be set before every step, as
+    `optimizer` is that of the parameters at home; its settings may be set before every step, as
     may the step of `random`, by which dropout draws.
 
     Example:
@@ -495,7 +495,8 @@ class Interpreter:
         direction, values = updated.direction, self._memory.values
         assert direction is not None
         stored = next(each for each in self.mine.stored if each.value == updated.value)
-        settings, seat = self.program.plan.training.newton_schulz, self._parts.seats[stored.stage]
+        training = self.program.plan.training.for_parameter(updated.parameter)
+        settings, seat = training.newton_schulz, self._parts.seats[stored.stage]
         shape = self.program.graph.parameter_index[updated.parameter].shape
 
         def moved() -> GradientChange:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stratagem.executor.optimizers.measuring import Placed, UnlikeStates, worked_on
+from stratagem.executor.optimizers.measuring import Placed, UnlikeStates
 from stratagem.executor.optimizers.stepping import Alike
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
@@ -67,12 +67,12 @@ class Adafactor(UnlikeStates):
 
     def _weight(self, name: str) -> float:
         """The part that the last gradient has in the means."""
-        return float(self.updates(name) ** self.training.adafactor.decay)
+        return float(self.updates(name) ** self.how(name).adafactor.decay)
 
     def _sums(self, change: GradientChange) -> Tensor:
         """The square of a part of a parameter, and those of its gradient by rows and columns."""
         placed = self._learned[change.name] = self.placed(change)
-        worked, gradient = worked_on(change)
+        worked, gradient = self.worked_on(change)
         kept = self._states_of(change.name, worked)
         square = worked.double().square().sum().view(1)
         if len(placed.shape) < 2:
@@ -91,26 +91,26 @@ class Adafactor(UnlikeStates):
         return torch.cat([square, rows.flatten(), columns.flatten()])
 
     def _length(self, change: GradientChange) -> Tensor:
-        worked, gradient = worked_on(change)
+        worked, gradient = self.worked_on(change)
         return self._ahead(change.name, worked, gradient).double().square().sum().view(1)
 
     def _step(self, alike: Alike) -> None:
-        settings = self.training.adafactor
+        settings, now = alike.how.adafactor, alike.now
         for name, parameter, gradient in zip(*alike[:3], strict=True):
             elements = math.prod(self._learned[name].shape)
-            rate = min(alike.rate, self.updates(name) ** -0.5)
+            rate = min(now.rate, self.updates(name) ** -0.5)
             long = (self.squares[name] / elements).sqrt().clamp(min=settings.scale)
             wide = (self.lengths[name] / elements).sqrt() / settings.threshold
             ahead = self._ahead(name, parameter, gradient)
-            if alike.decay:
-                parameter.mul_(1 - alike.rate * alike.decay)
+            if now.decay:
+                parameter.mul_(1 - now.rate * now.decay)
             ahead.mul_((rate * long / wide.clamp(min=1.0)).to(ahead.dtype))
             parameter.sub_(ahead)
 
     def _ahead(self, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """u of a part of a parameter."""
         kept, placed = self._kept[name], self._learned[name]
-        floor = self.training.adafactor.epsilon or torch.finfo(parameter.dtype).eps
+        floor = self.how(name).adafactor.epsilon or torch.finfo(parameter.dtype).eps
         if len(placed.shape) < 2:
             return kept[SQUARE].clamp(min=floor * floor).rsqrt_().mul_(gradient)
         rows = kept[ROW] / kept[ROW].mean(-2, keepdim=True).clamp(min=floor)

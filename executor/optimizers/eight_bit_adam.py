@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stratagem.executor.optimizers.measuring import UnlikeStates, worked_on
+from stratagem.executor.optimizers.measuring import UnlikeStates
 from stratagem.executor.optimizers.stepping import Alike
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.quantised_states import SCALES
@@ -53,7 +53,7 @@ class EightBitAdam(UnlikeStates):
         self._largest = dict(found)
 
     def _measured(self, change: GradientChange) -> Tensor:
-        worked, gradient = worked_on(change)
+        worked, gradient = self.worked_on(change)
         self._states_of(change, worked)
         blocks = self._blocks(change.name)
         made = worked.new_zeros(2 * blocks.number, dtype=self.dtype)
@@ -66,22 +66,22 @@ class EightBitAdam(UnlikeStates):
         return made
 
     def _step(self, alike: Alike) -> None:
-        first, second = self.training.betas
+        now = alike.now
         for name, parameter, gradient in zip(*alike[:3], strict=True):
             mean, square = self._ahead(name, gradient)
             self._keep(name, mean, square)
             count = self.updates(name)
-            root = square.sqrt().div_(math.sqrt(1 - second**count)).add_(self.training.epsilon)
-            if alike.decay:
-                parameter.mul_(1 - alike.rate * alike.decay)
-            parameter.sub_((mean / (1 - first**count)).div_(root).mul_(alike.rate))
+            root = square.sqrt().div_(math.sqrt(1 - now.second**count)).add_(now.epsilon)
+            if now.decay:
+                parameter.mul_(1 - now.rate * now.decay)
+            parameter.sub_((mean / (1 - now.first**count)).div_(root).mul_(now.rate))
 
     def _ahead(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Both means with the gradient in them, before they are rounded."""
         kept, blocks = self._kept[name], self._blocks(name)
-        means = []
+        means, now = [], self.now_of(name)
         for what, seen, beta in zip(
-            MEANS, (gradient, gradient.square()), self.training.betas, strict=True
+            MEANS, (gradient, gradient.square()), (now.first, now.second), strict=True
         ):
             before = kept[what]
             if blocks.number:

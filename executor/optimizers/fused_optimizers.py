@@ -15,6 +15,7 @@ from torch import Tensor
 from stratagem.executor.cuda.cuda_sources import MOST_CELLS, MOST_TENSORS
 from stratagem.executor.cuda.cupy_kernels import THREADS, start
 from stratagem.executor.optimizers.parameter_tables import Row, is_known, table_of, table_of_cells
+from stratagem.executor.optimizers.settings import Settings, settings_of
 from stratagem.executor.state.gradient_lists import HANDFUL_BYTES, GradientChange
 from stratagem.simulator.kernel_times.training import Training
 
@@ -35,18 +36,19 @@ class FusedSGD:
     _kernel = "sgd"
 
     def __init__(self, training: Training) -> None:
-        self._decay = np.float64(training.weight_decay)
-        self._rate = _Rate(training.learning_rate)
+        (self._now,) = settings_of(training)
+        self._rate = _Rate(self._now.rate)
         self._counts = _Counts()
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the next updates."""
-        return self._rate.value
+    def now(self) -> tuple[Settings, ...]:
+        """See `Optimizer.now`; what runs as a graph sees another rate, and nothing else."""
+        return (self._now,)
 
-    @rate.setter
-    def rate(self, value: float) -> None:
-        self._rate.set(value)
+    @now.setter
+    def now(self, settings: tuple[Settings, ...]) -> None:
+        (self._now,) = settings
+        self._rate.set(self._now.rate)
 
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
@@ -91,7 +93,7 @@ class FusedSGD:
                 "count_updates",
                 len(cells),
                 *(table_of_cells(cells), self._rate.on(some[0].parameter.device)),
-                *(*self._falling(), self._decay, np.int64(len(cells))),
+                *(*self._falling(), np.float64(self._now.decay), np.int64(len(cells))),
             )
 
     def _falling(self) -> tuple[np.float64, np.float64]:
@@ -103,7 +105,7 @@ class FusedSGD:
         return Row(worked, _readable(change.gradient), cell, _written(change.copy))
 
     def _arguments(self, device: torch.device) -> tuple[Any, ...]:
-        return self._rate.on(device), self._decay
+        return self._rate.on(device), np.float64(self._now.decay)
 
 
 class FusedAdam(FusedSGD):
@@ -113,9 +115,6 @@ class FusedAdam(FusedSGD):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        first, second = training.betas
-        self._betas = np.float64(first), np.float64(second)
-        self._epsilon = np.float64(training.epsilon)
         self._states: dict[str, tuple[Tensor, Tensor]] = {}
 
     def state(self, name: str) -> dict[str, Tensor]:
@@ -131,7 +130,7 @@ class FusedAdam(FusedSGD):
         self._states[name] = _workable(state["mean"]), _workable(state["square"])
 
     def _falling(self) -> tuple[np.float64, np.float64]:
-        return self._betas
+        return np.float64(self._now.first), np.float64(self._now.second)
 
     def _row(self, change: GradientChange, worked: Tensor) -> Row:
         if change.name not in self._states:
@@ -140,7 +139,7 @@ class FusedAdam(FusedSGD):
         return super()._row(change, worked)._replace(mean=mean, square=square)
 
     def _arguments(self, device: torch.device) -> tuple[Any, ...]:
-        return *self._betas, self._epsilon
+        return *self._falling(), np.float64(self._now.epsilon)
 
 
 class _Rate:

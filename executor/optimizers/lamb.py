@@ -39,9 +39,9 @@ class Lamb(Measuring):
         """See `Measuring.measure`: let the means see the gradients, and look ahead."""
         self._begin(changes)
         found: dict[str, Tensor] = {}
-        first, second = self.training.betas
         for each in by_dtype(changes):
-            for alike in self._by_settings(each, in_one_piece([one.parameter for one in each])):
+            for alike in self._by_group(each, in_one_piece([one.parameter for one in each])):
+                first, second = alike.now.first, alike.now.second
                 means, squares, *_ = self.kept(alike.names, alike.parameters)
                 torch._foreach_lerp_(means, alike.gradients, 1 - first)
                 torch._foreach_mul_(squares, second)
@@ -59,7 +59,7 @@ class Lamb(Measuring):
         ratios = []
         for name in alike.names:
             long, wide = self.squares[name].sqrt().unbind()
-            ratios.append(torch.where((long > 0) & (wide > 0), long / wide, 1.0) * alike.rate)
+            ratios.append(torch.where((long > 0) & (wide > 0), long / wide, 1.0) * alike.now.rate)
         torch._foreach_mul_(ahead, [ratio.to(ahead[0].dtype) for ratio in ratios])
         torch._foreach_sub_(alike.parameters, ahead)
 
@@ -67,12 +67,12 @@ class Lamb(Measuring):
         """u of each parameter."""
         means, squares, *_ = self.kept(alike.names, alike.parameters)
         counts = [self._updates[name] for name in alike.names]
-        first, second = self.training.betas
+        first, second = alike.now.first, alike.now.second
         roots = torch._foreach_div(squares, [1 - second**count for count in counts])
         torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, self.training.epsilon)
+        torch._foreach_add_(roots, alike.now.epsilon)
         made = torch._foreach_div(means, [1 - first**count for count in counts])
         torch._foreach_div_(made, roots)
-        if alike.decay:
-            torch._foreach_add_(made, alike.parameters, alpha=alike.decay)
+        if alike.now.decay:
+            torch._foreach_add_(made, alike.parameters, alpha=alike.now.decay)
         return list(made)

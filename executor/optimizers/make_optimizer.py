@@ -15,6 +15,7 @@ from stratagem.executor.optimizers.eight_bit_adam import EightBitAdam
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
 from stratagem.executor.optimizers.lamb import Lamb
 from stratagem.executor.optimizers.muon import Muon
+from stratagem.executor.optimizers.settings import Settings
 from stratagem.executor.optimizers.stepping import Alike, Stepping
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import Training
@@ -23,12 +24,13 @@ from stratagem.simulator.kernel_times.training import Training
 class Optimizer(Protocol):
     """Changes parameters in place; what it remembers of each lies as the parameter does.
 
-    `rate` is the learning rate of the next updates, and may be set before every step.
+    `now` has the settings of the next updates, of the parameters of no group and of those of each
+    group, as `Training.by_group` has them; it may be set before every step.
     `takes_scale` says whether `all_of` multiplies gradients itself, in the pass in which it reads
     them: then what clips them costs no other pass over memory.
     """
 
-    rate: float
+    now: tuple[Settings, ...]
 
     @property
     def takes_scale(self) -> bool:
@@ -73,40 +75,28 @@ def make_optimizer(training: Training, device: torch.device | None = None) -> Op
         tensor([0.5000, 0.5000])
 
     On a CUDA device, where CuPy is there, an update of SGD or Adam without groups, momentum,
-    amsgrad, coupled decay and averages is one kernel for many parameters, which also clips their
-    gradients and writes their copies.
+    amsgrad, coupled decay, maximize and averages is one kernel for many parameters, which also
+    clips their gradients and writes their copies. Betas and decay may differ from step to step.
     """
     if len(training.optimizers) > 1:
         return _Several(training, device)
-    options = (training.momentum, training.amsgrad, training.coupled_decay, training.average)
-    plain = not (training.groups or any(options))
+    names = ("groups", "momentum", "amsgrad", "coupled_decay", "maximize", "average")
+    plain = not any(getattr(training, name) for name in names)
     if device is not None and device.type == "cuda" and has_cupy() and plain:
         if training.optimizer == "adam":
             return FusedAdam(training)
         if training.optimizer == "sgd":
             return FusedSGD(training)
-    kinds: Mapping[str, Callable[[Training], Stepping]]
-    kinds = {
-        "sgd": _SGD,
-        "adam": _Adam,
-        "lion": _Lion,
-        "lamb": Lamb,
-        "muon": Muon,
-        "adafactor": Adafactor,
-        "adam8bit": EightBitAdam,
-    }
-    return kinds[training.optimizer](training)
+    return _KINDS[training.optimizer](training)
 
 
 class _Several:
     """Optimizers side by side, each of which has some of the parameters."""
 
     def __init__(self, training: Training, device: torch.device | None) -> None:
-        self._training = training
         self._called = cache(lambda name: training.for_parameter(name).optimizer)
-        self._each = {
-            optimizer: make_optimizer(training.only(optimizer), device)
-            for optimizer in training.optimizers
+        self._each: dict[str, Optimizer] = {
+            optimizer: _KINDS[optimizer](training) for optimizer in training.optimizers
         }
 
     def of(self, name: str) -> Optimizer:
@@ -114,14 +104,14 @@ class _Several:
         return self._each[self._called(name)]
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the next updates."""
-        return self._each[self._training.optimizer].rate
+    def now(self) -> tuple[Settings, ...]:
+        """See `Optimizer.now`: each has those of all groups."""
+        return next(iter(self._each.values())).now
 
-    @rate.setter
-    def rate(self, value: float) -> None:
+    @now.setter
+    def now(self, settings: tuple[Settings, ...]) -> None:
         for each in self._each.values():
-            each.rate = value
+            each.now = settings
 
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
@@ -163,23 +153,30 @@ def muon_of(optimizer: Optimizer, name: str) -> Muon:
 
 
 class _SGD(Stepping):
-    """p −= rate · (g + decay · p), with momentum by the formulas of `torch.optim.SGD`."""
+    """p −= rate · (g + decay · p), with momentum by the formulas of `torch.optim.SGD`.
+
+    A step whose momentum is 0 leaves what is kept of the last steps as it is, as torch does.
+    """
 
     def _step(self, alike: Alike) -> None:
-        names, parameters, gradients, rate, decay = alike
-        momentum = self.training.momentum
-        if decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+        names, parameters, gradients, now, how = alike
+        momentum = now.first
+        if now.decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=now.decay))
+        means = self.kept(names, parameters)[0] if how.momentum else []
         if momentum:
-            # From zeros the first mean is the gradient itself, as it is in torch.
-            means, *_ = self.kept(names, parameters)
             torch._foreach_mul_(means, momentum)
-            torch._foreach_add_(means, gradients)
-            if self.training.nesterov:
+            if now.damp:
+                # From zeros the first mean is the gradient itself, however it is damped later.
+                shares = [1 - now.damp * (self.updates(name) > 1) for name in names]
+                torch._foreach_add_(means, torch._foreach_mul(gradients, shares))
+            else:
+                torch._foreach_add_(means, gradients)
+            if how.nesterov:
                 gradients = list(torch._foreach_add(gradients, means, alpha=momentum))
             else:
                 gradients = means
-        torch._foreach_add_(parameters, gradients, alpha=-rate)
+        torch._foreach_add_(parameters, gradients, alpha=-now.rate)
 
 
 class _Adam(Stepping):
@@ -192,26 +189,25 @@ class _Adam(Stepping):
     """
 
     def _step(self, alike: Alike) -> None:
-        names, parameters, gradients, rate, decay = alike
+        names, parameters, gradients, now, how = alike
         means, squares, *others = self.kept(names, parameters)
         counts = [self._updates[name] for name in names]
         device = parameters[0].device
         number = {each: torch.full((), float(each), device=device) for each in set(counts)}
-        first, second = self.training.betas
-        update = torch._fused_adam_ if self.training.coupled_decay else torch._fused_adamw_
+        update = torch._fused_adam_ if how.coupled_decay else torch._fused_adamw_
         update(
             parameters,
             gradients,
             means,
             squares,
-            others[0] if self.training.amsgrad else [],
+            others[0] if how.amsgrad else [],
             [number[each] for each in counts],
-            lr=rate,
-            beta1=first,
-            beta2=second,
-            weight_decay=decay,
-            eps=self.training.epsilon,
-            amsgrad=self.training.amsgrad,
+            lr=now.rate,
+            beta1=now.first,
+            beta2=now.second,
+            weight_decay=now.decay,
+            eps=now.epsilon,
+            amsgrad=how.amsgrad,
             maximize=False,
         )
 
@@ -220,11 +216,21 @@ class _Lion(Stepping):
     """Chen et al. 2023: p −= rate · (sign(β₁ m + (1 − β₁) g) + decay · p), then m by β₂."""
 
     def _step(self, alike: Alike) -> None:
-        names, parameters, gradients, rate, decay = alike
+        names, parameters, gradients, now = alike[:4]
         means, *_ = self.kept(names, parameters)
-        first, second = self.training.betas
-        if decay:
-            torch._foreach_mul_(parameters, 1 - rate * decay)
-        ahead = torch._foreach_lerp(means, gradients, 1 - first)
-        torch._foreach_add_(parameters, torch._foreach_sign(ahead), alpha=-rate)
-        torch._foreach_lerp_(means, gradients, 1 - second)
+        if now.decay:
+            torch._foreach_mul_(parameters, 1 - now.rate * now.decay)
+        ahead = torch._foreach_lerp(means, gradients, 1 - now.first)
+        torch._foreach_add_(parameters, torch._foreach_sign(ahead), alpha=-now.rate)
+        torch._foreach_lerp_(means, gradients, 1 - now.second)
+
+
+_KINDS: Mapping[str, Callable[[Training], Stepping]] = {
+    "sgd": _SGD,
+    "adam": _Adam,
+    "lion": _Lion,
+    "lamb": Lamb,
+    "muon": Muon,
+    "adafactor": Adafactor,
+    "adam8bit": EightBitAdam,
+}

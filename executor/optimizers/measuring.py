@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from stratagem.executor.optimizers.stepping import Stepping, cast, in_one_piece
+from stratagem.executor.optimizers.stepping import Stepping, in_one_piece
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, box_elements
@@ -146,6 +146,11 @@ class UnlikeStates(Measuring):
         """See `Stepping.averages`."""
         return [self._kept[name][AVERAGE] for name in names]
 
+    def worked_on(self, change: GradientChange) -> tuple[Tensor, Tensor]:
+        """A part of a parameter and its gradient in its dtype, each in one piece."""
+        worked = in_one_piece([change.parameter])
+        return worked[0], self.gradients_of([change], worked)[0]
+
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`; what is kept of whole parameters is whole on every rank."""
         return dict(self._kept.get(name, {}))
@@ -154,9 +159,3 @@ class UnlikeStates(Measuring):
         """See `Optimizer.load`."""
         self._kept[name] = {what: each.contiguous() for what, each in state.items()}
         self._updates[name] = updates
-
-
-def worked_on(change: GradientChange) -> tuple[Tensor, Tensor]:
-    """A part of a parameter and its gradient in its dtype, each in one piece."""
-    worked = in_one_piece([change.parameter])
-    return worked[0], in_one_piece(cast([change], worked))[0]

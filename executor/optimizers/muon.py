@@ -25,7 +25,7 @@ class Muon(Stepping):
     ) -> None:
         """See `Optimizer.__call__`: of a matrix of which all is here."""
         direction = self.direct(GradientChange(name, parameter, gradient, copy))
-        made = moved_by(direction, self.training.newton_schulz)
+        made = moved_by(direction, self.how(name).newton_schulz)
         self.all_of([GradientChange(name, parameter, made, copy)])
 
     def direct(self, change: GradientChange) -> Tensor:
@@ -34,18 +34,20 @@ class Muon(Stepping):
         (worked,) = in_one_piece([change.parameter])
         (gradient,) = in_one_piece(cast([change], [worked]))
         (means,), *_ = self.kept([change.name], [worked])
-        means.lerp_(gradient, 1 - self.training.momentum)
-        if self.training.nesterov:
-            return gradient.lerp(means, self.training.momentum)
+        momentum = self.now_of(change.name).first
+        means.lerp_(gradient, 1 - momentum)
+        if self.how(change.name).nesterov:
+            return gradient.lerp(means, momentum)
         return means.clone()
 
     def _count(self, changes: Sequence[GradientChange]) -> None:
         """They were counted when their directions were made."""
 
     def _step(self, alike: Alike) -> None:
-        if alike.decay:
-            torch._foreach_mul_(alike.parameters, 1 - alike.rate * alike.decay)
-        torch._foreach_add_(alike.parameters, alike.gradients, alpha=-alike.rate)
+        rate = alike.now.rate
+        if alike.now.decay:
+            torch._foreach_mul_(alike.parameters, 1 - rate * alike.now.decay)
+        torch._foreach_add_(alike.parameters, alike.gradients, alpha=-rate)
 
 
 def moved_by(direction: Tensor, settings: NewtonSchulz) -> Tensor:

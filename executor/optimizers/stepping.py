@@ -10,30 +10,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stratagem.executor.optimizers.settings import Settings, settings_of
 from stratagem.executor.state.gradient_lists import GradientChange, by_dtype
-from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.kernel_times.training import AVERAGE, Training
 
 
 class Alike(NamedTuple):
-    """Parameters of one dtype, rate and decay, each in one piece, and their gradients."""
+    """Parameters of one dtype and group, each in one piece, and their gradients.
+
+    `now` has the numbers that they are updated by at this step, `how` the rest of their recipe.
+    """
 
     names: list[str]
     parameters: list[Tensor]
     gradients: list[Tensor]
-    rate: float
-    decay: float
+    now: Settings
+    how: Training
 
 
 class Stepping(ABC):
-    """What optimizers have in common: rates, states by parameter, and counts of updates."""
+    """What optimizers have in common: settings, states by parameter, and counts of updates.
+
+    Attributes:
+        training: of all groups, of which some may have another optimizer.
+        now: see `Optimizer.now`.
+    """
 
     takes_scale = False
 
     def __init__(self, training: Training) -> None:
-        self.rate = training.learning_rate
+        self.now = settings_of(training)
         self.training = training
-        self._settings_of = cache(training.settings_of)
-        self._states: dict[str, tuple[Tensor, ...]] = {}
+        self._group_of = cache(training.group_of)
+        self._states: dict[str, dict[str, Tensor]] = {}
         self._updates: dict[str, int] = {}
 
     def __call__(
@@ -49,7 +58,7 @@ class Stepping(ABC):
         for alike in by_dtype(changes):
             given = [change.parameter for change in alike]
             worked = in_one_piece(given)
-            for one in self._by_settings(alike, worked):
+            for one in self._by_group(alike, worked):
                 self._step(one)
             if self.training.average:
                 self._average([change.name for change in alike], worked)
@@ -80,41 +89,61 @@ class Stepping(ABC):
 
     def averages(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
         """The averages of parameters, where they are kept."""
-        return self.kept(names, parameters)[-1]
+        for name, parameter in zip(names, parameters, strict=True):
+            self.kept([name], [parameter])  # Some may keep more than others.
+        return [self._states[name][AVERAGE] for name in names]
 
-    def _by_settings(
+    def how(self, name: str) -> Training:
+        """How a parameter is trained."""
+        return self.training.by_group[self._group_of(name)]
+
+    def now_of(self, name: str) -> Settings:
+        """The numbers that a parameter is updated by at this step."""
+        return self.now[self._group_of(name)]
+
+    def _by_group(
         self, changes: Sequence[GradientChange], parameters: Sequence[Tensor]
     ) -> list[Alike]:
-        """Changes by rate and decay; `parameters` are theirs, each in one piece."""
-        gradients = in_one_piece(cast(changes, parameters))
-        found: dict[tuple[float, float], list[int]] = {}
+        """Changes by their groups; `parameters` are theirs, each in one piece."""
+        gradients = self.gradients_of(changes, parameters)
+        found: dict[int, list[int]] = {}
         for i, change in enumerate(changes):
-            found.setdefault(self._settings_of(change.name), []).append(i)
+            found.setdefault(self._group_of(change.name), []).append(i)
         return [
             Alike(
                 [changes[i].name for i in chosen],
                 [parameters[i] for i in chosen],
                 [gradients[i] for i in chosen],
-                self.rate * factor,
-                decay,
+                self.now[group],
+                self.training.by_group[group],
             )
-            for (factor, decay), chosen in found.items()
+            for group, chosen in found.items()
+        ]
+
+    def gradients_of(
+        self, changes: Sequence[GradientChange], parameters: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What makes a loss smaller or, where `Training.maximize` says so, larger: in one piece,
+        in the dtype of the parameters.
+        """
+        gradients = in_one_piece(cast(changes, parameters))
+        return [
+            gradient.neg() if self.how(change.name).maximize else gradient
+            for change, gradient in zip(changes, gradients, strict=True)
         ]
 
     def kept(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """The states of parameters, state by state: zeros at first."""
         for name, parameter in zip(names, parameters, strict=True):
             if name not in self._states:
-                self._states[name] = tuple(
-                    torch.zeros_like(parameter) for _ in self.training.states
-                )
-        each = [self._states[name] for name in names]
-        return [[states[k] for states in each] for k in range(len(self.training.states))]
+                self._states[name] = {
+                    what: torch.zeros_like(parameter) for what in self.how(name).states
+                }
+        return [[*each] for each in zip(*(self._states[n].values() for n in names), strict=True)]
 
     def state(self, name: str) -> dict[str, Tensor]:
         """See `Optimizer.state`."""
-        kept = self._states.get(name, ())
-        return dict(zip(self.training.states, kept, strict=False))
+        return dict(self._states.get(name, {}))
 
     def updates(self, name: str) -> int:
         """See `Optimizer.updates`."""
@@ -122,7 +151,7 @@ class Stepping(ABC):
 
     def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
         """See `Optimizer.load`."""
-        self._states[name] = tuple(state[each].contiguous() for each in self.training.states)
+        self._states[name] = {what: state[what].contiguous() for what in self.how(name).states}
         self._updates[name] = updates
 
 

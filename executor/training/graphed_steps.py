@@ -35,7 +35,7 @@ class Recorder(Protocol):
         """Record what `run` issues; what is returned issues it again."""
 
 
-def refusal(interpreter: Interpreter, steps: int) -> str | None:
+def refusal(interpreter: Interpreter, steps: int, *, moves: bool = False) -> str | None:
     """Why steps cannot be run as a graph; None where they can.
 
     Example:
@@ -45,6 +45,7 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
     Args:
         interpreter: of any rank; all give the same answer.
         steps: how many steps there are to run.
+        moves: whether a scheduler moves more than the learning rate.
     """
     if not isinstance(interpreter.comm, Recorder):
         return "ranks of this backend have no streams of their own to record; use backend 'nccl'"
@@ -60,6 +61,8 @@ def refusal(interpreter: Interpreter, steps: int) -> str | None:
     on_device = isinstance(interpreter.random.draw, DeviceWords)
     if not (on_device and isinstance(interpreter.optimizer, FusedSGD)):
         return "rate and step are numbers of the host where CuPy's kernels are not used"
+    if moves:
+        return "momentum, betas or a decay that a scheduler moves are no numbers of the device"
     for operator in interpreter.program.whole.operators:
         asks_host = kind_of(operator).asks_host
         if asks_host is not None and len(operator.inputs) > asks_host:

@@ -1,4 +1,4 @@
-"""Learning rates over a run: what a plan's rate is multiplied by at each step.
+"""Learning rates over a run, and what else a scheduler moves, at each step.
 
     1 ┤   ╭────╮              linear warm-up, then a half cosine down to the floor
       │  ╱      ╲             (Loshchilov and Hutter 2017, without restarts)
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 
+from stratagem.executor.optimizers.settings import Settings, scaled, settings_of
 from stratagem.simulator.kernel_times.training import Training
 
 Shape = Literal["constant", "linear", "cosine"]
@@ -81,46 +82,60 @@ _STEPPING = threading.Lock()
 
 @dataclass
 class TorchRate:
-    """The rates of a scheduler of torch, as it is.
+    """What a scheduler of torch makes of the settings of a plan's training, as it is.
 
     Example:
-        >>> from torch.optim.lr_scheduler import StepLR
+        >>> from torch.optim.lr_scheduler import OneCycleLR, StepLR
         >>> halved = TorchRate(lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5))
         >>> [halved(step) for step in (0, 1, 2, 5)]
         [1.0, 1.0, 0.5, 0.25]
+        >>> sgd = Training(optimizer="sgd", momentum=0.9)
+        >>> cycle = TorchRate(lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9), sgd)
+        >>> [round(cycle.settings(step)[0].first, 2) for step in (0, 2, 8)]
+        [0.95, 0.85, 0.95]
 
-    A run makes the scheduler of an optimizer that has the rates, groups and momentum of the plan's
-    training, so that rates that a scheduler is told (``max_lr``, ``eta_min``) are what they are in
-    torch.
+    A run makes the scheduler of an optimizer with the groups of the plan's training: first all
+    parameters of no group, then each group in its order, with its rate, weight decay, momentum or
+    betas, and epsilon. So rates that a scheduler is told (``max_lr``, ``eta_min``), and lists of
+    functions by group, are what they are in torch. All of these numbers may be moved.
 
     Attributes:
         make: a scheduler of the optimizer that it is given, which steps once a step.
-        training: whose rates that optimizer has; one rate, 1, when left out.
+        training: whose settings that optimizer has; one group at rate 1 when left out.
 
     Raises:
         ValueError: when it is called: the scheduler needs what a run makes, such as a loss, is of
-            another optimizer, or changes what a plan keeps: momentum, or the rate of one group
-            against another's.
+            another optimizer, or changes what no update reads.
     """
 
     make: Callable[[torch.optim.Optimizer], Any]
     training: Training | None = None
-    _rates: list[float] = field(default_factory=list, init=False, repr=False)
+    _found: list[tuple[Settings, ...]] = field(default_factory=list, init=False, repr=False)
     _going: Any = field(default=None, init=False, repr=False)
 
     def __call__(self, step: int) -> float:
-        """The factor of all rates at a step."""
+        """The factor of the rate of parameters of no group at a step; infinite if that is 0."""
+        rate = self._training.by_group[0].learning_rate
+        now = self.settings(step)[0].rate
+        return now / rate if rate else math.inf if now else 1.0
+
+    def settings(self, step: int) -> tuple[Settings, ...]:
+        """The settings of parameters of no group and of each group at a step."""
         with _STEPPING:
             return self._at(step)
 
-    def _at(self, step: int) -> float:
+    @property
+    def _training(self) -> Training:
+        return self.training or Training(learning_rate=1.0)
+
+    def _at(self, step: int) -> tuple[Settings, ...]:
         if self._going is None:
-            optimizer = _optimizer_like(self.training or Training(learning_rate=1.0))
+            optimizer = optimizer_like(self._training)
             begun = [dict(group) for group in optimizer.param_groups]
             self._going = optimizer, begun, self._scheduler_of(optimizer)
-            self._rates.append(self._factor())
+            self._found.append(self._read())
         optimizer, _, scheduler = self._going
-        while len(self._rates) <= step:
+        while len(self._found) <= step:
             optimizer.step()
             try:
                 scheduler.step()
@@ -130,8 +145,8 @@ class TorchRate:
                     f"({error}), which is all that a rate is made of; take another scheduler, or "
                     "give a function of the step"
                 ) from error
-            self._rates.append(self._factor())
-        return self._rates[step]
+            self._found.append(self._read())
+        return self._found[step]
 
     def _scheduler_of(self, optimizer: torch.optim.Optimizer) -> Any:
         try:
@@ -150,57 +165,196 @@ class TorchRate:
             )
         return made
 
-    def _factor(self) -> float:
-        """What the rates of all groups are multiplied by, which is one number."""
+    def _read(self) -> tuple[Settings, ...]:
+        """The settings that the optimizer has now."""
         optimizer, begun, scheduler = self._going
-        name, step = type(scheduler).__name__, len(self._rates)
-        factors = []
-        for before, group in zip(begun, optimizer.param_groups, strict=True):
-            for key in ("momentum", "betas"):
-                if group.get(key) != before.get(key):
-                    raise ValueError(
-                        f"{name} changes {key} from {before[key]} to {group[key]} at step {step}, "
-                        "but a plan trains with the same at every step; give the scheduler "
-                        "cycle_momentum=False, or take another one"
-                    )
-            rate, now = float(before["lr"]), float(group["lr"])
-            if rate or now:
-                factors.append(now / rate if rate else math.inf)
-        if not factors:
-            return 1.0
-        if max(factors) - min(factors) > 1e-9 * max(factors):
+        groups = zip(begun, optimizer.param_groups, strict=True)
+        training = self._training
+        found = []
+        for how, is_scheduled in zip(training.by_group, _scheduled(training), strict=True):
+            settings = Settings.of(how)
+            if is_scheduled:
+                before, group = next(groups)
+                self._check(how, before, group, type(scheduler).__name__)
+                settings = _moved(settings, group)
+            found.append(settings)
+        return tuple(found)
+
+    def _check(
+        self, how: Training, before: Mapping[str, Any], group: Mapping[str, Any], name: str
+    ) -> None:
+        """Refuse what an update does not read, and what it has no place for."""
+        step = len(self._found)
+        told = f"{name} changes {{}} from {{}} to {{}} at step {step}, but "
+        for key in self._going[0].defaults:
+            old, new = before[key], group[key]
+            if old != new and key not in _read_of(group):
+                raise ValueError(
+                    f"{told.format(key, old, new)}a plan trains with the same at every step; "
+                    "leave it as it is"
+                )
+        now = group.get("momentum")
+        if now and how.optimizer == "sgd" and not how.momentum:
             raise ValueError(
-                f"{name} multiplies the rates of groups by {', '.join(f'{f:g}' for f in factors)} "
-                f"at step {step}, but a plan multiplies all of them by one number; leave out what "
-                "it adds to each (eta_min), or take a scheduler that multiplies"
+                f"{told.format('momentum', 0, now)}the plan's SGD has none, and so no memory for "
+                "it; give the scheduler cycle_momentum=False, or the training a momentum above 0"
             )
-        return factors[0]
+        if how.dampening and now == 0 and not step:
+            raise ValueError(
+                f"{name} begins with momentum 0, but dampening is {how.dampening}: which gradient "
+                "is the first that momentum sees would be unknown; begin above 0"
+            )
+        decay = group["weight_decay"]
+        if how.optimizer == "adam" and decay and not (how.weight_decay or how.coupled_decay):
+            raise ValueError(
+                f"{told.format('weight_decay', 0, decay)}a plan of Adam without any does not say "
+                "whether it is that of Adam or of AdamW; give the training a weight decay above 0"
+            )
+        for key, new in (("momentum", now), ("betas", max(group.get("betas", (0,))))):
+            if new is not None and not 0 <= new < (1 if key == "betas" else math.inf):
+                raise ValueError(
+                    f"{told.format(key, before[key], group[key])}it must be at least 0"
+                    + (" and below 1" if key == "betas" else "")
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process goes through the steps itself."""
-        return {"make": self.make, "training": self.training, "_rates": [], "_going": None}
+        return {"make": self.make, "training": self.training, "_found": [], "_going": None}
 
 
-def rate_of(rate: Rate, training: Training) -> Rate:
-    """What a training's learning rate is multiplied by: a scheduler of torch sees what it is."""
+@dataclass(frozen=True)
+class ToldSettings:
+    """The settings of each step, as another process found them.
+
+    Example:
+        >>> ToldSettings([[[0.1, 0.0, 0.9, 0.999, 1e-8, 0.0]]]).settings(0)[0].rate
+        0.1
+
+    Attributes:
+        rows: by step and group the numbers of `Settings`.
+    """
+
+    rows: Sequence[Sequence[Sequence[float]]]
+
+    def __call__(self, step: int) -> float:
+        """It has no factor: settings are as they are."""
+        raise AssertionError(f"step {step} has settings of its own")
+
+    def settings(self, step: int) -> tuple[Settings, ...]:
+        """See `TorchRate.settings`."""
+        return tuple(Settings(*row) for row in self.rows[step])
+
+
+def settings_by_step(rate: Rate, training: Training) -> Callable[[int], tuple[Settings, ...]]:
+    """What parameters of no group and of each group are updated by at a step.
+
+    Raises:
+        ValueError: when it is called: a rate that is below 0, infinite or no number.
+    """
     if isinstance(rate, TorchRate) and rate.training is None:
-        return TorchRate(rate.make, training)
-    return rate
+        rate = TorchRate(rate.make, training)
+    if isinstance(rate, TorchRate | ToldSettings):
+        told = rate.settings
+        return lambda step: _checked(told(step), step)
+    usual = settings_of(training)
+    return lambda step: scaled(usual, _checked_factor(rate(step), step))
 
 
-def rates_of(rate: Rate, training: Training, steps: int) -> list[float]:
-    """What it is at each of so many steps."""
-    factor = rate_of(rate, training)
-    return [factor(step) for step in range(steps)]
+def told_to_others(rate: Rate, training: Training, steps: int) -> list[Any]:
+    """Factors or settings of so many steps, as lists of numbers, for other processes."""
+    if isinstance(rate, TorchRate):
+        at = settings_by_step(rate, training)
+        return [[list(each) for each in at(step)] for step in range(steps)]
+    return [rate(step) for step in range(steps)]
 
 
-def _optimizer_like(training: Training) -> torch.optim.Optimizer:
-    """One of torch with the rates, momentum and groups of a training."""
-    rates = [1.0, *(group.rate for group in training.groups if group.rate)]
-    groups = [
-        {"params": [torch.zeros(())], "lr": (training.learning_rate or 1.0) * rate}
-        for rate in rates
+def rate_told(rows: list[Any]) -> Rate:
+    """The rate of which `told_to_others` told."""
+    return ToldSettings(rows) if isinstance(rows[0], list) else rows.__getitem__
+
+
+def moves_more_than_rates(rate: Rate, training: Training, steps: int) -> bool:
+    """Whether a scheduler moves momentum or another number beside the rate in so many steps.
+
+    Example:
+        >>> moves_more_than_rates(RateSchedule(), Training(), 100)
+        False
+    """
+    if not isinstance(rate, TorchRate | ToldSettings):
+        return False
+    at, usual = settings_by_step(rate, training), settings_of(training)
+    return any(
+        now._replace(rate=0.0) != before._replace(rate=0.0)
+        for step in range(steps)
+        for now, before in zip(at(step), usual, strict=True)
+    )
+
+
+def _checked_factor(factor: float, step: int) -> float:
+    if not 0 <= factor < math.inf:
+        raise ValueError(
+            f"the learning rate of step {step} is multiplied by {factor}; give a rate that is a "
+            f"number of at least 0 for every step"
+        )
+    return factor
+
+
+def _checked(settings: tuple[Settings, ...], step: int) -> tuple[Settings, ...]:
+    for each in settings:
+        for name, value in each._asdict().items():
+            if not 0 <= value < math.inf:
+                told = {"rate": "learning rate", "decay": "weight decay", "first": "momentum"}
+                raise ValueError(
+                    f"the {told.get(name, name)} of step {step} is {value}; give a scheduler that "
+                    "makes numbers of at least 0"
+                )
+    return settings
+
+
+def _read_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """The settings of a group of an optimizer of torch that may differ from step to step."""
+    yield from ("lr", "weight_decay")
+    yield from ("betas", "eps") if "betas" in group else ()
+    yield from ("momentum", "dampening") if "momentum" in group else ()
+
+
+def _moved(settings: Settings, group: Mapping[str, Any]) -> Settings:
+    """Settings with what a group of an optimizer of torch has of them."""
+    own: dict[str, Any] = {"rate": float(group["lr"]), "decay": float(group["weight_decay"])}
+    if "betas" in group:
+        own |= {"first": float(group["betas"][0]), "second": float(group["betas"][1])}
+        own["epsilon"] = float(group["eps"])
+    if "momentum" in group:
+        own |= {"first": float(group["momentum"]), "damp": float(group["dampening"])}
+    return settings._replace(**own)
+
+
+def _scheduled(training: Training) -> list[bool]:
+    """Of parameters of no group, and of each group, whether an optimizer has them."""
+    return [True, *(group.scheduled for group in training.groups)]
+
+
+def optimizer_like(training: Training) -> torch.optim.Optimizer:
+    """One of torch with the settings and groups of a training, for schedulers to move.
+
+    Several optimizers are one that has rates and decays alone.
+    """
+    kinds = set(training.optimizers)
+    own = [how for how, has in zip(training.by_group, _scheduled(training), strict=True) if has]
+    usual = [
+        {"params": [torch.zeros(())], "lr": how.learning_rate, "weight_decay": how.weight_decay}
+        for how in own
     ]
-    if training.optimizer in ("sgd", "muon"):
-        return torch.optim.SGD(groups, lr=1.0, momentum=training.momentum)
-    return torch.optim.AdamW(groups, lr=1.0, betas=training.betas)
+    if kinds <= {"sgd", "muon"}:
+        groups = [
+            group | {"momentum": how.momentum, "dampening": how.dampening}
+            for group, how in zip(usual, own, strict=True)
+        ]
+        return torch.optim.SGD(groups, lr=1.0)
+    if kinds <= {"adam", "lion", "lamb", "adam8bit"}:
+        groups = [
+            group | {"betas": how.betas, "eps": how.epsilon}
+            for group, how in zip(usual, own, strict=True)
+        ]
+        return torch.optim.AdamW(groups, lr=1.0)
+    return torch.optim.Adafactor(usual, lr=1.0)

@@ -37,7 +37,12 @@ from stratagem.executor.results.run_origin import provenance_of
 from stratagem.executor.state.batch_norm_counters import as_tensors
 from stratagem.executor.training.batches import Batches, units_of
 from stratagem.executor.training.graphed_steps import GraphedSteps, refusal
-from stratagem.executor.training.learning_rates import Rate, RateSchedule, rate_of
+from stratagem.executor.training.learning_rates import (
+    Rate,
+    RateSchedule,
+    moves_more_than_rates,
+    settings_by_step,
+)
 from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.base.units import format_duration
 
@@ -62,7 +67,8 @@ class RunOptions:
         steps: training steps in all, those that a checkpoint had made counted.
         warmup: steps to run and undo before, so that the measured ones are not the first.
         gradients: whether to bring the gradients of the last step together.
-        rate: what the plan's learning rate is multiplied by, as a function of the step from 0.
+        rate: what the plan's learning rates are multiplied by, as a function of the step from 0,
+            or a `TorchRate`, which may move momentum and other numbers, too.
         checkpoint: folder for checkpoints; None writes none.
         every: steps between two checkpoints; 0 writes one after the last step only.
         resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
@@ -167,20 +173,22 @@ def _train(
     walls: list[int] = []
     flight = _Flight(comm.clock)
     timed: deque[tuple[int, StepRecord]] = deque(maxlen=TIMED_STEPS)
-    refused = refusal(interpreter, options.steps - start) if options.cuda_graph else None
+    training = interpreter.program.plan.training
+    refused = None
+    if options.cuda_graph:
+        moves = moves_more_than_rates(options.rate, training, options.steps)
+        refused = refusal(interpreter, options.steps - start, moves=moves)
     graphed = GraphedSteps(interpreter) if options.cuda_graph and refused is None else None
     if refused is not None and comm.rank == 0:
         warnings.warn(not_graphed(refused), stacklevel=2)
     speed = _Speed(interpreter.program, start, options.steps)
-    training = interpreter.program.plan.training
-    rate = rate_of(options.rate, training)
+    settings = settings_by_step(options.rate, training)
     for step in range(start, options.steps):
         place.enter(step, "taking the batch", slow=True, idle=True)
         batch = batches.at(step)
         if batches.draws and (step == start or batches.position[1] == 1):
             check_equal(batch, comm, f"batches in step {step}", _SAME_DATA)
-        factor = _checked_rate(rate(step), step)
-        interpreter.optimizer.rate = training.learning_rate * factor
+        interpreter.optimizer.now = settings(step)
         interpreter.random.step = step
         place.enter(step, "waiting for the other ranks to begin", waits=True)
         last = step == options.steps - 1
@@ -288,15 +296,6 @@ def _check_folder(folder: Path, start: int) -> None:
             f"{folder} has a checkpoint of step {later[-1]} already, and this run begins at step "
             f"{start}; resume from it, or write to another folder"
         )
-
-
-def _checked_rate(rate: float, step: int) -> float:
-    if not 0 <= rate < math.inf:
-        raise ValueError(
-            f"the learning rate of step {step} is multiplied by {rate}; give a rate that is a "
-            f"number of at least 0 for every step"
-        )
-    return rate
 
 
 def _check_finite(loss: float | Tensor | None, step: int) -> None:

@@ -1,12 +1,32 @@
-"""Parameters that are trained at a rate, or with a weight decay, of their own."""
+"""Parameters that are trained with a rate, a weight decay or other options of their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
+from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
+
+HAVING: dict[str, frozenset[str]] = {
+    "betas": frozenset({"adam", "lion", "lamb", "adam8bit"}),
+    "epsilon": frozenset({"adam", "lamb", "adam8bit"}),
+    "amsgrad": frozenset({"adam"}),
+    "coupled_decay": frozenset({"adam"}),
+    "momentum": frozenset({"sgd", "muon"}),
+    "dampening": frozenset({"sgd"}),
+    "nesterov": frozenset({"sgd", "muon"}),
+    "maximize": frozenset({"sgd", "adam", "lion", "lamb", "adafactor", "adam8bit"}),
+    "newton_schulz": frozenset({"muon"}),
+    "adafactor": frozenset({"adafactor"}),
+}
+"""Options that a group may have of its own, and the optimizers that have them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ParameterGroup:
     """Which parameters they are, and how they are trained.
 
@@ -14,6 +34,10 @@ class ParameterGroup:
         >>> group = ParameterGroup(("*.bias", "*norm*"), weight_decay=0.0)
         >>> [group.holds(name) for name in ("h.0.up.bias", "h.0.norm.weight", "h.0.up.weight")]
         [True, True, False]
+        >>> group
+        ParameterGroup(names=('*.bias', '*norm*'), weight_decay=0.0)
+
+    Options that are None are those of all others, as `Training` has them.
 
     Attributes:
         names: of parameters, as `fnmatch` reads them: ``*`` is any number of characters, ``?``
@@ -22,6 +46,19 @@ class ParameterGroup:
         weight_decay: instead of that of all others; None for that one.
         optimizer: instead of that of all others; empty for that one. Muon, which trains matrices,
             is given to the whole and another one to a group of the rest, or the other way round.
+        learning_rate: instead of `rate` times that of all others, which may be 0.
+        betas: see `Training`, as all that follow but the last.
+        epsilon: of Adam, LAMB and Adam in 8 bits.
+        amsgrad: of Adam.
+        coupled_decay: of Adam.
+        momentum: of SGD and Muon.
+        dampening: of SGD.
+        nesterov: of SGD and Muon.
+        maximize: of all but Muon.
+        newton_schulz: of Muon.
+        adafactor: of Adafactor.
+        scheduled: whether an optimizer of torch has the group, so that a scheduler sees it;
+            False for parameters that no optimizer has, whose rate is 0.
 
     Raises:
         ValueError: no names, or a rate or a decay below 0.
@@ -31,6 +68,18 @@ class ParameterGroup:
     rate: float = 1.0
     weight_decay: float | None = None
     optimizer: str = ""
+    learning_rate: float | None = None
+    betas: tuple[float, float] | None = None
+    epsilon: float | None = None
+    amsgrad: bool | None = None
+    coupled_decay: bool | None = None
+    momentum: float | None = None
+    dampening: float | None = None
+    nesterov: bool | None = None
+    maximize: bool | None = None
+    newton_schulz: NewtonSchulz | None = None
+    adafactor: FactoredSquares | None = None
+    scheduled: bool = True
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -40,10 +89,47 @@ class ParameterGroup:
                 f"group {self.names[0]!r}: rate is {self.rate} and weight_decay "
                 f"{self.weight_decay}; both must be 0 or more"
             )
+        if self.learning_rate is not None and (self.rate != 1.0 or self.learning_rate < 0):
+            raise ValueError(
+                f"group {self.names[0]!r}: learning_rate is {self.learning_rate} and rate "
+                f"{self.rate}; give one of them, of 0 or more"
+            )
+        if not self.scheduled and (self.rate or self.learning_rate):
+            raise ValueError(
+                f"group {self.names[0]!r} is trained at rate {self.rate}, but scheduled is False, "
+                "as of parameters that no optimizer has; make the rate 0"
+            )
+
+    def __repr__(self) -> str:
+        own = (f"{name}={getattr(self, name)!r}" for name in self._given())
+        return f"ParameterGroup({', '.join(own)})"
+
+    def _given(self) -> Iterator[str]:
+        for each in fields(self):
+            if each.name == "names" or getattr(self, each.name) != each.default:
+                yield each.name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of its own, by the name that `Training` gives them.
+
+        Example:
+            >>> ParameterGroup(("*",), rate=0.5, momentum=0.8).options
+            {'momentum': 0.8}
+        """
+        return {name: getattr(self, name) for name in self._given() if name in HAVING}
 
     def holds(self, name: str) -> bool:
         """Whether a parameter is of the group."""
-        return any(fnmatchcase(name, pattern) for pattern in self.names)
+        exact, patterns = self._read
+        return name in exact or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    @cached_property
+    def _read(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """The names that patterns fit alone, and the other patterns: there may be thousands."""
+        meant = {each: _unescaped(each) for each in self.names}
+        exact = frozenset(name for name in meant.values() if name is not None)
+        return exact, tuple(each for each, name in meant.items() if name is None)
 
 
 def literally(name: str) -> str:
@@ -54,3 +140,15 @@ def literally(name: str) -> str:
         ('a[[]0].weight', False)
     """
     return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+
+
+def _unescaped(pattern: str) -> str | None:
+    """The one name that a pattern fits; None where it fits others."""
+    for each in "*?":
+        pattern = pattern.replace(f"[{each}]", f"\0{ord(each)}\0")
+    pattern = pattern.replace("[[]", f"\0{ord('[')}\0")
+    if any(each in pattern for each in "*?["):
+        return None
+    for each in "*?[":
+        pattern = pattern.replace(f"\0{ord(each)}\0", each)
+    return pattern

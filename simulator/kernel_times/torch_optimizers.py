@@ -6,7 +6,7 @@ torch itself is not imported: an optimizer is what it says of itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
@@ -14,12 +14,19 @@ from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup, literally
 from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
 
+_SGD = {
+    "momentum": "momentum",
+    "dampening": "dampening",
+    "nesterov": "nesterov",
+    "maximize": "maximize",
+}
+_ADAM = {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad", "maximize": "maximize"}
 _READ: dict[str, dict[str, str]] = {
-    "SGD": {"momentum": "momentum", "nesterov": "nesterov"},
-    "Adam": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
-    "AdamW": {"betas": "betas", "eps": "epsilon", "amsgrad": "amsgrad"},
+    "SGD": _SGD,
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
     "Muon": {"momentum": "momentum", "nesterov": "nesterov"},
-    "Adafactor": {},
+    "Adafactor": {"maximize": "maximize"},
     "AdamW8bit": {"betas": "betas", "eps": "epsilon"},
 }
 """Per class of `torch.optim`, or of torchao and bitsandbytes, the settings that plans have, and
@@ -38,18 +45,12 @@ _CALLED = {
 _MISSING = {"Adam8bit": "it adds its decay to gradients, as torch.optim.Adam does"}
 """Optimizers that plans do not have, and why."""
 
-_OTHERS = {"dampening": 0, "maximize": False}
-"""Settings that plans do not have, and what they must be."""
-
-_IN_GROUPS = ("lr", "weight_decay")
-"""Settings that may differ between groups."""
-
 
 def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
     """The fields of a `Training` that does what optimizers do, see `Training.of`."""
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     fields: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
+    groups: list[_Group] = []
     for each in given:
         kind = type(each).__name__
         if kind in _MISSING:
@@ -59,40 +60,62 @@ def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
             )
         if kind not in _READ:
             raise unknown("optimizer of torch", kind, tuple(_READ))
-        first = each.param_groups[0]
-        for group in each.param_groups:
-            _check(kind, group, first)
-            settings = {"optimizer": _CALLED[kind], "lr": float(group["lr"])}
-            groups.append({**group, **settings})
-        own = {mine: first[theirs] for theirs, mine in _READ[kind].items()}
-        if kind in ("Adam", "AdamW") and any(group["weight_decay"] for group in each.param_groups):
-            own["coupled_decay"] = not (kind == "AdamW" or first.get("decoupled_weight_decay"))
-        if kind == "Muon":
-            own["newton_schulz"] = _newton_schulz(first)
-        if kind == "Adafactor":
-            own["adafactor"] = _factored_squares(first)
         if kind == "AdamW8bit":
-            own["blocks"] = _blocks(each)
-        _join(fields, own, kind)
-    rate = float(max(group["lr"] for group in groups))
-    decay = float(groups[0]["weight_decay"])
+            _put(fields, "blocks", _blocks(each), kind)
+        for group in each.param_groups:
+            own = _options(kind, group)
+            for name, value in own.items():
+                fields.setdefault(name, value)
+            groups.append(
+                _Group(_CALLED[kind], float(group["lr"]), float(group["weight_decay"]), own, group)
+            )
+    first = groups[0]
+    if any(group.optimizer == "muon" for group in groups):  # It minimizes, whatever others do.
+        fields["maximize"] = first.options.get("maximize", False)
     return {
-        "optimizer": groups[0]["optimizer"],
-        "learning_rate": rate,
-        "weight_decay": decay,
+        "optimizer": first.optimizer,
+        "learning_rate": first.rate,
+        "weight_decay": first.decay,
         **fields,
-        "groups": _groups(groups, model, rate, decay),
+        "groups": _groups(groups, model, fields),
     }
 
 
-def _join(fields: dict[str, Any], own: Mapping[str, Any], kind: str) -> None:
-    """Put the settings of one optimizer beside those of others, which may share names."""
-    for name, value in own.items():
-        if fields.setdefault(name, value) != value:
-            raise ValueError(
-                f"{kind} has {name}={value!r}, and another optimizer {fields[name]!r}; in a plan "
-                "they have one: give both the same"
-            )
+class _Group(NamedTuple):
+    """A group of an optimizer of torch, in the words of plans, and as it is."""
+
+    optimizer: str
+    rate: float
+    decay: float
+    options: dict[str, Any]
+    given: Mapping[str, Any]
+
+
+def _options(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, by the names that plans give them."""
+    if kind == "AdamW8bit" and group.get("amsgrad"):
+        raise ValueError("AdamW8bit has amsgrad=True, which no plan has in 8 bits; make it False")
+    own = {mine: group[theirs] for theirs, mine in _READ[kind].items()}
+    if not own.get("momentum", 1.0):
+        own |= {"dampening": 0.0, "nesterov": False}  # They have no effect, in torch either.
+    if "betas" in own:
+        own["betas"] = tuple(map(float, own["betas"]))
+    if kind in ("Adam", "AdamW") and group["weight_decay"]:
+        own["coupled_decay"] = not group.get("decoupled_weight_decay", kind == "AdamW")
+    if kind == "Muon":
+        own["newton_schulz"] = _newton_schulz(group)
+    if kind == "Adafactor":
+        own["adafactor"] = _factored_squares(group)
+    return own
+
+
+def _put(fields: dict[str, Any], name: str, value: Any, kind: str) -> None:
+    """Set what all optimizers have together."""
+    if fields.setdefault(name, value) != value:
+        raise ValueError(
+            f"{kind} has {name}={value!r}, and another optimizer {fields[name]!r}; in a plan "
+            "they have one: give both the same"
+        )
 
 
 def _newton_schulz(group: Mapping[str, Any]) -> NewtonSchulz:
@@ -119,49 +142,48 @@ def _blocks(optimizer: Any) -> Blocks:
     return Blocks(size=getattr(optimizer, "block_size", AS_TORCHAO.size))
 
 
-def _check(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) -> None:
-    for name, needed in _OTHERS.items():
-        if group.get(name, needed) != needed:
-            raise ValueError(
-                f"{kind} has {name}={group[name]!r}, which no plan has; make it {needed!r}"
-            )
-    if kind == "AdamW8bit" and group.get("amsgrad"):
-        raise ValueError("AdamW8bit has amsgrad=True, which no plan has in 8 bits; make it False")
-    alike = ("beta2_decay", "eps", "d") if kind == "Adafactor" else tuple(_READ[kind])
-    for name in alike:
-        if group[name] != first[name]:
-            raise ValueError(
-                f"groups of {kind} have {name}={first[name]!r} and {group[name]!r}; in a plan "
-                f"groups differ in {' and '.join(_IN_GROUPS)} alone: give all of them one"
-            )
-
-
 def _groups(
-    groups: list[dict[str, Any]], model: Any, rate: float, decay: float
+    groups: list[_Group], model: Any, fields: Mapping[str, Any]
 ) -> tuple[ParameterGroup, ...]:
-    """Groups that are unlike the whole, and one of what the optimizer does not have."""
+    """All groups but the first, and one of what no optimizer has.
+
+    Groups that are like the first one stay apart where their parameters have names: a scheduler
+    may tell them from it.
+    """
     made: list[ParameterGroup] = []
-    usual = groups[0]["optimizer"]
-    apart = len({(g["lr"], g["weight_decay"], g["optimizer"]) for g in groups}) > 1
-    for group in groups:
-        own = (
-            group["lr"] / rate if rate else 1.0,
-            float(group["weight_decay"]),
-            "" if group["optimizer"] == usual else group["optimizer"],
-        )
-        names = _names(group, model) if apart or model is not None else []
-        if apart and own != (1.0, decay, ""):
-            made.append(ParameterGroup(tuple(map(literally, names)), *own))
+    first = groups[0]
+    own = [_own(group, first, fields) for group in groups]
+    if any(own) or model is not None or all("param_names" in each.given for each in groups):
+        for group, options in zip(groups, own, strict=True):
+            names = _names(group.given, model)
+            if group is not first and names:
+                made.append(ParameterGroup(tuple(map(literally, names)), **options))
     if model is not None:
-        held = {id(each) for group in groups for each in group["params"]}
+        held = {id(each) for group in groups for each in group.given["params"]}
         left = [
             name
             for name, each in model.named_parameters()
             if each.requires_grad and id(each) not in held
         ]
         if left:
-            made.append(ParameterGroup(tuple(map(literally, left)), 0.0, 0.0))
+            patterns = tuple(map(literally, left))
+            made.append(ParameterGroup(patterns, 0.0, 0.0, scheduled=False))
     return tuple(made)
+
+
+def _own(group: _Group, first: _Group, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has unlike the whole, which has what the first group has."""
+    own = {name: value for name, value in group.options.items() if fields[name] != value}
+    if not group.options.get("momentum", 1.0):
+        own = {name: own[name] for name in own if name not in ("dampening", "nesterov")}
+    if group.optimizer != first.optimizer:
+        own["optimizer"] = group.optimizer
+    if group.decay != first.decay:
+        own["weight_decay"] = group.decay
+    if group.rate != first.rate:
+        named = {"rate": group.rate / first.rate} if first.rate else {"learning_rate": group.rate}
+        own |= named
+    return own
 
 
 def _names(group: Mapping[str, Any], model: Any) -> list[str]:

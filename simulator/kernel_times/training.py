@@ -19,7 +19,7 @@ from stratagem.simulator.base.precision import (
 from stratagem.simulator.kernel_times.factored_squares import AS_TORCH as FACTORED_AS_TORCH
 from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
 from stratagem.simulator.kernel_times.newton_schulz import AS_TORCH, NewtonSchulz
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
+from stratagem.simulator.kernel_times.parameter_groups import HAVING, ParameterGroup
 from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
 from stratagem.simulator.kernel_times.torch_optimizers import fields_of
 
@@ -35,13 +35,10 @@ OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
 }
 """What an optimizer keeps of each parameter, unless it is told to keep more."""
 
-_OPTIONS = {
-    "momentum": {"sgd", "muon"},
-    "nesterov": {"sgd", "muon"},
-    "amsgrad": {"adam"},
-    "coupled_decay": {"adam"},
-}
-"""Settings that only some optimizers have."""
+_REFUSED = ("momentum", "dampening", "nesterov", "amsgrad", "coupled_decay", "maximize")
+"""Options that are refused where no optimizer of a training has them."""
+
+_AT_LEAST_0 = ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum")
 
 WHOLE_STATES = ("row", "column", "mean_scale", "square_scale")
 """What is kept of whole parameters by every rank that has a part; all else lies as that does."""
@@ -76,14 +73,18 @@ class Training:
         coupled_decay: whether Adam adds its weight decay to the gradient, as `torch.optim.Adam`
             does, instead of taking it off the parameter itself, as `AdamW` does.
         momentum: of SGD and Muon: the share of the last step that is made again.
+        dampening: of SGD: the share of the gradient that its momentum lacks, from the second
+            update on, as in `torch.optim.SGD`.
         nesterov: whether they look ahead along it (Sutskever et al. 2013).
+        maximize: whether the loss is made larger, not smaller: gradients count with the other
+            sign, but not in the decay. Of all optimizers but Muon, as in torch.
         newton_schulz: how Muon orthogonalises.
         adafactor: how Adafactor holds squares and how long its steps are.
         blocks: which parameters have means in 8 bits, and in what blocks.
         weight_decay: of every parameter: added to the gradient by SGD, taken off the parameter
             itself by Adam (AdamW, Loshchilov and Hutter 2019) and Lion, part of the step of LAMB.
-        groups: parameters with a rate or a decay of their own; the first that has a name counts.
-            They count in what is trained alone.
+        groups: parameters with a rate, a decay or other options of their own (`ParameterGroup`);
+            the first that has a name counts.
         clip_value: gradients are held between its negative and itself, each number on its own; 0
             for never.
         clip_norm: gradients are made shorter where the norm of all of them is above it (Pascanu et
@@ -168,6 +169,8 @@ class Training:
     average_decay: float = 0.999
     groups: tuple[ParameterGroup, ...] = ()
     expert_loads: tuple[float, ...] = ()
+    dampening: float = 0.0
+    maximize: bool = False
 
     @classmethod
     def of(cls, optimizer: Any, model: Any = None, **other: Any) -> Training:
@@ -222,7 +225,7 @@ class Training:
             raise ValueError(f"no flash_version {self.flash_version}; there are {versions}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; each must be at least 0 and below 1")
-        for name in ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum"):
+        for name in _AT_LEAST_0:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         self._check_norm_type()
@@ -254,26 +257,32 @@ class Training:
     def _check_options(self) -> None:
         """Refuse what the optimizer does not have, which would be left out in silence."""
         for group in self.groups:
-            if group.optimizer and group.optimizer not in OPTIMIZER_STATES:
-                raise unknown("optimizer", group.optimizer, tuple(OPTIMIZER_STATES))
+            self._check_group(group)
         measuring = [each for each in self.optimizers if each in _ROUNDS]
         if len(self.optimizers) > 1 and measuring:
             raise ValueError(
                 f"optimizers are {', '.join(self.optimizers)}; {measuring[0]} takes norms of "
                 "all parameters and is not beside others: give groups no optimizer of their own"
             )
-        for name, having in _OPTIONS.items():
-            if getattr(self, name) and not having & set(self.optimizers):
+        for name in _REFUSED:
+            if getattr(self, name) and not HAVING[name] & set(self.optimizers):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but optimizer {self.optimizer!r} has none; "
-                    f"leave it out, or take optimizer={min(having, key=len)!r}"
+                    f"leave it out, or take optimizer={min(HAVING[name], key=_shortest)!r}"
                 )
+        if self.maximize and "muon" in self.optimizers:
+            raise ValueError(
+                "maximize is True, but Muon has none; leave it out, and give the loss another sign"
+            )
         if not 0 <= self.average_decay < 1:
             raise ValueError(
                 f"average_decay is {self.average_decay}; it must be at least 0 and below 1"
             )
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov is True, but momentum is 0; give a momentum above 0")
+        for name in ("nesterov", "dampening"):
+            if getattr(self, name) and not self.momentum and not _momentum_in(self.groups):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but momentum is 0; give a momentum above 0"
+                )
         if self.clip_norm and self.clip_value:
             raise ValueError(
                 f"clip_norm is {self.clip_norm} and clip_value {self.clip_value}; choose one"
@@ -282,6 +291,26 @@ class Training:
             raise ValueError(
                 "fused_loss and eager_loss are both True, but one loss runs; leave fused_loss out "
                 "for float32 copies of the logits, or eager_loss for one kernel without any"
+            )
+        _ = self.by_group  # What groups say must be what their optimizers take.
+
+    def _check_group(self, group: ParameterGroup) -> None:
+        """Refuse options of a group that its optimizer does not have."""
+        if group.optimizer and group.optimizer not in OPTIMIZER_STATES:
+            raise unknown("optimizer", group.optimizer, tuple(OPTIMIZER_STATES))
+        own = group.optimizer or self.optimizer
+        for name, value in group.options.items():
+            if own not in HAVING[name]:
+                raise ValueError(
+                    f"group {group.names[0]!r} has {name}={value!r}, but optimizer {own!r} has "
+                    f"none; leave it out, or take optimizer={min(HAVING[name], key=_shortest)!r}"
+                )
+        if (group.nesterov or group.dampening) and not (
+            self.momentum if group.momentum is None else group.momentum
+        ):
+            raise ValueError(
+                f"group {group.names[0]!r} has nesterov={group.nesterov} and dampening="
+                f"{group.dampening}, but its momentum is 0; give a momentum above 0"
             )
 
     @property
@@ -296,58 +325,89 @@ class Training:
         return tuple(dict.fromkeys((self.optimizer, *own)))
 
     def for_parameter(self, parameter: str) -> Training:
-        """How one parameter is trained: by one optimizer, whose groups differ in numbers alone.
+        """How one parameter is trained: by one optimizer, with the options of its group.
 
         Example:
             >>> mixed = Training(groups=(ParameterGroup(("*.weight",), optimizer="muon"),))
             >>> mixed.for_parameter("up.weight").states, mixed.for_parameter("up.bias").states
             (('momentum',), ('mean', 'square'))
+            >>> slow = Training(groups=(ParameterGroup(("*.bias",), 0.5, betas=(0.8, 0.9)),))
+            >>> bias = slow.for_parameter("up.bias")
+            >>> bias.learning_rate, bias.betas, bias.groups
+            (0.0005, (0.8, 0.9), ())
         """
-        if len(self.optimizers) == 1:
-            return self
-        group = self._group_of(parameter)
-        own = "" if group is None else group.optimizer
-        return self._of_each[own or self.optimizer]
+        return self.by_group[self.group_of(parameter)]
 
     def only(self, optimizer: str) -> Training:
-        """How the parameters of one of the optimizers are trained; the same where there is one."""
-        return self if self.optimizers == (optimizer,) else self._of_each[optimizer]
+        """How the first parameters of one of the optimizers are trained."""
+        return next(each for each in self.by_group if each.optimizer == optimizer)
 
     @cached_property
-    def _of_each(self) -> dict[str, Training]:
-        """The training of the parameters of each optimizer."""
-        groups = tuple(replace(group, optimizer="") for group in self.groups)
-        return {
-            optimizer: replace(
-                self,
-                optimizer=optimizer,
-                groups=groups,
-                **{
-                    name: type(getattr(self, name))()
-                    for name, having in _OPTIONS.items()
-                    if optimizer not in having
-                },
-            )
-            for optimizer in self.optimizers
-        }
-
-    def settings_of(self, parameter: str) -> tuple[float, float]:
-        """What the rate of a parameter is multiplied by, and its weight decay.
+    def by_group(self) -> tuple[Training, ...]:
+        """How the parameters of no group are trained, and those of each group.
 
         Example:
-            >>> training = Training(weight_decay=0.1, groups=(ParameterGroup(("*.bias",), 2.0),))
-            >>> training.settings_of("up.bias"), training.settings_of("up.weight")
-            ((2.0, 0.1), (1.0, 0.1))
+            >>> training = Training(groups=(ParameterGroup(("*.bias",), weight_decay=0.1),))
+            >>> [each.weight_decay for each in training.by_group]
+            [0.0, 0.1]
         """
-        group = self._group_of(parameter)
-        if group is None:
-            return 1.0, self.weight_decay
-        own = group.weight_decay
-        return group.rate, self.weight_decay if own is None else own
+        if not self.groups:
+            return (self,)
+        usual = ParameterGroup(("*",))
+        return tuple(self._of(group) for group in (usual, *self.groups))
 
-    def _group_of(self, parameter: str) -> ParameterGroup | None:
-        """The first group that has a parameter."""
-        return next((group for group in self.groups if group.holds(parameter)), None)
+    def _of(self, group: ParameterGroup) -> Training:
+        """How the parameters of a group are trained, without options that have no effect there."""
+        optimizer = group.optimizer or self.optimizer
+        own = {name: getattr(self, name) for name in HAVING} | group.options
+        usual = {each.name: each.default for each in fields(self)}
+        for name, having in HAVING.items():
+            lost = name in ("nesterov", "dampening") and not own["momentum"]
+            if optimizer not in having or lost:
+                own[name] = usual[name]
+        decay, rate = group.weight_decay, group.learning_rate
+        return replace(
+            self,
+            optimizer=optimizer,
+            learning_rate=self.learning_rate * group.rate if rate is None else rate,
+            weight_decay=self.weight_decay if decay is None else decay,
+            groups=(),
+            **own,
+        )
+
+    def group_of(self, parameter: str) -> int:
+        """Which place in `by_group` a parameter has: that of the first group that has it, or 0.
+
+        Example:
+            >>> training = Training(groups=(ParameterGroup(("*.bias",)),))
+            >>> training.group_of("up.weight"), training.group_of("up.bias")
+            (0, 1)
+        """
+        if not self.groups:
+            return 0
+        if parameter not in self._places:
+            holding = (n for n, group in enumerate(self.groups, 1) if group.holds(parameter))
+            self._places[parameter] = next(holding, 0)
+        return self._places[parameter]
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {}
+
+    @cached_property
+    def keeps_apart(self) -> bool:
+        """Whether groups differ in what time and memory an update takes.
+
+        Example:
+            >>> Training(groups=(ParameterGroup(("*.bias",), amsgrad=True),)).keeps_apart
+            True
+        """
+        return len({each.kept for each in self.by_group}) > 1
+
+    @cached_property
+    def kept(self) -> tuple[str | NewtonSchulz, ...]:
+        """What decides time and memory of an update of parameters that are trained alike."""
+        return (self.optimizer, *self.states, self.newton_schulz)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -357,8 +417,8 @@ class Training:
             >>> Training(amsgrad=True).states, Training(optimizer="sgd", momentum=0.9).states
             (('mean', 'square', 'largest'), ('momentum',))
         """
-        if len(self.optimizers) > 1:
-            each = (state for one in self._of_each.values() for state in one.states)
+        if self.groups:
+            each = (state for one in self.by_group for state in one.states)
             return tuple(dict.fromkeys(each))
         more = (
             ("momentum", self.momentum and self.optimizer == "sgd"),
@@ -525,3 +585,11 @@ class Training:
         masters = self.master_bytes
         clipped = 12 if self.clip_norm else 0
         return fused + copied + masters + clipped + (8 if self.scales_loss else 0)
+
+
+def _shortest(optimizer: str) -> tuple[int, str]:
+    return len(optimizer), optimizer
+
+
+def _momentum_in(groups: Sequence[ParameterGroup]) -> bool:
+    return any(group.momentum for group in groups)

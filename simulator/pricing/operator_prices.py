@@ -339,8 +339,8 @@ class OperatorPricer:
         if not operator.weights:
             return UNMOVED
         sync, gather, update, used = IDLE, IDLE, IDLE, 0
-        updated: Counter[str] = Counter()
-        trained: dict[str, Training] = {}
+        updated: Counter[tuple[object, ...]] = Counter()
+        trained: dict[tuple[object, ...], Training] = {}
         latency: dict[str, tuple[int, float]] = {}
         gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
         for lies in residences(operator, uses, choice, self.mesh.shape):
@@ -352,13 +352,13 @@ class OperatorPricer:
             if lies.use is ParameterUse.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
                 how = self.training.for_parameter(lies.weight.parameter)
-                trained[how.optimizer] = how
-                updated[how.optimizer] += local_elements(whole, lies.home, self.mesh.shape)
+                trained[how.kept] = how
+                updated[how.kept] += local_elements(whole, lies.home, self.mesh.shape)
                 if how.optimizer == "muon":
                     update = _add(update, self._orthogonalised(operator, lies, how))
                 used += local_elements(whole, lies.used, self.mesh.shape)
-        for optimizer, count in updated.items():
-            seconds = self._update_seconds(count, trained[optimizer])
+        for kept, count in updated.items():
+            seconds = self._update_seconds(count, trained[kept])
             update = _add(update, (seconds, COMPUTE))
         each = sync if choice.zero >= 2 else IDLE
         if choice.fused and sync[0] > 0:

@@ -88,7 +88,8 @@ def _update(setting: Setting, optimizer: str, dtype: str) -> Figures:
         copy = None if is_full(dtype) else torch.empty_like(ours, dtype=DTYPES[dtype])
         by_torch = _theirs(optimizer, theirs.requires_grad_())
         for step in range(STEPS):
-            update.rate = by_torch.param_groups[0]["lr"] = RATE * (step + 1)
+            by_torch.param_groups[0]["lr"] = RATE * (step + 1)
+            update.now = (update.now[0]._replace(rate=RATE * (step + 1)),)
             gradient = torch.randn_like(ours).to(DTYPES[dtype])
             theirs.grad = gradient.float()
             update("p", ours, gradient, copy)

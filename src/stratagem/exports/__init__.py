@@ -105,7 +105,7 @@ def export(
 _RECIPE = (
     *("betas", "epsilon", "amsgrad", "momentum", "nesterov", "weight_decay", "groups"),
     *("clip_norm", "clip_norm_type", "clip_value", "average", "average_decay", "newton_schulz"),
-    *("adafactor", "blocks", "coupled_decay"),
+    *("adafactor", "blocks", "coupled_decay", "dampening", "maximize"),
 )
 """What training has beside what formats are told."""
 

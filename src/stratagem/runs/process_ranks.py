@@ -26,7 +26,7 @@ from stratagem.executor.running.execute import execute
 from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.training.batches import Batches, Data
-from stratagem.executor.training.learning_rates import Rate, rates_of
+from stratagem.executor.training.learning_rates import Rate, rate_told, told_to_others
 from stratagem.executor.training.training_loop import RunOptions, warn_not_finite
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.runs.batch_feeder import Fed, Feeder
@@ -92,7 +92,7 @@ def run_processes(
             "model_state": dict(model_state),
             "batch": dict(data) if isinstance(data, Mapping) else None,
             "backend": backend,
-            "rates": None if rate is None else rates_of(rate, plan.training, steps),
+            "rates": None if rate is None else told_to_others(rate, plan.training, steps),
             "options": {
                 "steps": steps,
                 "warmup": warmup,
@@ -176,7 +176,7 @@ def main() -> None:
         task["model_state"],
         Fed(folder, int(os.environ["RANK"])) if batch is None else batch,
         backend=task["backend"],
-        rate=None if rates is None else rates.__getitem__,
+        rate=None if rates is None else rate_told(rates),
         show=status_file(Path(folder, STATUS)),
         **task["options"],
     )

@@ -114,7 +114,7 @@ def test_fused_updates_are_those_of_torch(optimizer: str, dtype: torch.dtype) ->
     a, b = (torch.linspace(-1, 1, 100_003, device="cuda") for _ in range(2))
     copies = [torch.empty_like(a, dtype=dtype) for _ in range(2)]
     for step in range(4):
-        ours.rate = theirs.rate = 0.01 * (step + 1)
+        ours.now = theirs.now = (theirs.now[0]._replace(rate=0.01 * (step + 1)),)
         gradient = torch.randn_like(a).to(dtype)
         ours("p", a, gradient, copies[0] if dtype != torch.float32 else None)
         theirs("p", b, gradient, copies[1] if dtype != torch.float32 else None)
@@ -198,7 +198,7 @@ def test_a_graph_runs_kernels_of_torch_and_of_cupy_again() -> None:
         graph = streams.record_graph(run)
         assert float(parameter.sum()) == 0
         for rate, expected in ((1.0, -1.0), (2.0, -5.0)):
-            update.rate = rate
+            update.now = (update.now[0]._replace(rate=rate),)
             graph.replay()
             assert set(parameter.tolist()) == {expected}
         assert update.updates("p") == 3

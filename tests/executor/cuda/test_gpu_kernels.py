@@ -74,7 +74,7 @@ def test_updates_are_those_of_torch(
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.usefixtures("on_host")
 def test_fused_optimizers_are_those_of_torch(optimizer: str, dtype: torch.dtype) -> None:
-    """With the kernels on the host: arguments, rates that change, copies, states to go on from."""
+    """With the kernels on the host: settings that change, copies, states to go on from."""
     training = Training(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1)
     theirs = make_optimizer(training)
     ours = fused_optimizer(training)
@@ -84,7 +84,9 @@ def test_fused_optimizers_are_those_of_torch(optimizer: str, dtype: torch.dtype)
         if step == 3:
             before, ours = ours, type(ours)(training)
             ours.load("p", before.state("p"), before.updates("p"))
-        ours.rate = theirs.rate = 0.01 / (step + 1)
+        moved = {"rate": 0.01 / (step + 1), "decay": 0.02 * step}
+        moved |= {"first": 0.95 - 0.05 * step} if optimizer == "adam" else {}
+        ours.now = theirs.now = (theirs.now[0]._replace(**moved),)
         gradient = numbers(step + 1).to(dtype)
         for update, parameter, copy in zip((ours, theirs), parameters, copies, strict=True):
             update("p", parameter, gradient, None if dtype == torch.float32 else copy)

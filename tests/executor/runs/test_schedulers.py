@@ -1,4 +1,4 @@
-"""Schedulers of torch are taken as they are, and what they change beside one rate is refused."""
+"""Schedulers of torch are taken as they are: rates by group, momentum, and what else they move."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 import stratagem as sg
 from stratagem.executor import execute, model_state
-from stratagem.executor.training.learning_rates import rate_of
+from stratagem.executor.training.learning_rates import moves_more_than_rates, settings_by_step
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
-from tests.executor.runs.test_recipes import OPTIMIZERS, STEPS, assert_same, trained
-from tests.support.plans import double, drawing, make_plan, mlp_case
+from tests.executor.runs.test_recipes import OPTIMIZERS, STEPS, Build, assert_same, trained
+from tests.support.plans import double, drawing, make_plan, mlp_case, random_plan, sharding
 
 optim = torch.optim
 
@@ -56,6 +57,178 @@ def test_rates_that_a_scheduler_is_told_are_what_they_are_in_torch(name: str) ->
     assert_same(result, *trained(case, build, schedule=ABSOLUTE[name]))
 
 
+BUILDS: dict[str, Build] = {
+    "sgd": lambda m: optim.SGD(
+        m.parameters(), lr=0.05, momentum=0.9, dampening=0.2, weight_decay=0.1
+    ),
+    "groups of sgd": OPTIMIZERS["groups of sgd"],
+    "adam": lambda m: optim.Adam(m.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3),
+    "groups of adamw": OPTIMIZERS["groups of adamw"],
+    "amsgrad": OPTIMIZERS["amsgrad"],
+}
+
+
+def by_group(o: Any, *functions: Callable[[int], float]) -> list[Callable[[int], float]]:
+    """A function for each group of an optimizer, the ones given in turn."""
+    return [functions[n % len(functions)] for n in range(len(o.param_groups))]
+
+
+def fading(step: int) -> float:
+    return 1 / (step + 1)
+
+
+def rising(step: int) -> float:
+    return 0.3 * step
+
+
+class Decays:
+    """A scheduler of one's own, which moves the weight decay and epsilon."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for n, group in enumerate(self.optimizer.param_groups):
+            group["weight_decay"] *= 1.5 + n
+            if "eps" in group:
+                group["eps"] *= 2
+
+
+MOVING: dict[str, Callable[[Any], Any]] = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 2),
+    "one cycle in three phases": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=0.1, total_steps=STEPS + 2, three_phase=True, base_momentum=0.5
+    ),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 2, base_momentum=0.3),
+    "a cycle after a warm-up": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [
+            lr_scheduler.ConstantLR(o, 0.5, 2),
+            lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 2),
+        ],
+        [2],
+    ),
+    "functions": lambda o: lr_scheduler.LambdaLR(o, by_group(o, fading, rising)),
+    "factors": lambda o: lr_scheduler.MultiplicativeLR(o, by_group(o, rising, fading)),
+    "functions and then a floor": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [
+            lr_scheduler.LambdaLR(o, by_group(o, fading, rising)),
+            lr_scheduler.CosineAnnealingLR(o, STEPS, eta_min=0.002),
+        ],
+        [2],
+    ),
+    "functions of what falls": lambda o: lr_scheduler.ChainedScheduler(
+        [
+            lr_scheduler.LambdaLR(o, by_group(o, rising, fading)),
+            lr_scheduler.ExponentialLR(o, 0.5),
+        ]
+    ),
+    "floors": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, eta_min=0.03),
+    "decays": Decays,
+}
+"""Schedulers that move momentum, betas or decays, or the rates of groups against each other."""
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("name", MOVING)
+def test_what_a_scheduler_moves_is_moved(name: str, build: str, tmp_path: Any) -> None:
+    """Under random plans, the first of which writes a checkpoint that the second goes on from."""
+    case, seed = double(mlp_case()), 31 * len(name) + len(build)
+    training = Training.of(BUILDS[build](case.model), case.model)
+    state, rate = model_state(case.model), sg.TorchRate(MOVING[name])
+    losses, parameters = trained(case, BUILDS[build], schedule=MOVING[name])
+    assert losses != pytest.approx(trained(case, BUILDS[build])[0], rel=1e-6)
+    first, second = (random_plan(case, seed + n, training) for n in range(2))
+    told: Any = {"rate": rate, "checkpoint": tmp_path}
+    execute(first, case.graph, state, case.batch, steps=2, **told)
+    result = execute(
+        second, case.graph, state, case.batch, steps=STEPS, rate=rate, resume=tmp_path
+    )
+    assert_same(result, losses[2:], parameters)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "zero", "num_microbatches"),
+    [(((3,),), 0, 2), (((3,),), 1, 1), (((3,),), 3, 2), (((1,), (2,)), 2, 2)],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_momentum_is_moved_under_every_kind_of_plan(
+    shapes: tuple[tuple[int, ...], ...], zero: int, num_microbatches: int
+) -> None:
+    case, build = double(mlp_case()), BUILDS["groups of sgd"]
+    training = Training.of(build(case.model), case.model)
+    choose = sharding("sample", zero=zero)
+    plan = make_plan(case, choose, *shapes, num_microbatches=num_microbatches, training=training)
+    rate = sg.TorchRate(MOVING["one cycle"])
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
+    assert_same(result, *trained(case, build, schedule=MOVING["one cycle"]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("name", ["one cycle", "functions"])
+def test_processes_are_told_what_is_moved(name: str, tmp_path: Any) -> None:
+    """They got one factor a step."""
+    case, build = double(mlp_case()), BUILDS["groups of adamw"]
+    training = Training.of(build(case.model), case.model)
+    plan = make_plan(case, sharding("sample", zero=1), (2,), training=training)
+    given: Any = {"backend": "gloo", "rate": sg.TorchRate(MOVING[name])}
+    sg.execute(plan, case.model, case.batch, steps=2, checkpoint=tmp_path, **given)
+    result = sg.execute(plan, case.model, case.batch, steps=STEPS, resume=tmp_path, **given)
+    losses, parameters = trained(case, build, schedule=MOVING[name])
+    assert_same(result, losses[2:], parameters)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_scheduler_sees_the_groups_that_the_optimizer_has() -> None:
+    """Groups that are alike are told apart by it; what no optimizer has is no group."""
+    case = double(mlp_case())
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        first, *others = list(model.parameters())[:-1]
+        return optim.SGD([{"params": [first]}, {"params": others}], lr=0.05)
+
+    def schedule(o: Any) -> Any:
+        return lr_scheduler.LambdaLR(o, [fading, rising])
+
+    training = Training.of(build(case.model), case.model)
+    plan = make_plan(case, drawing(3), (2,), training=training)
+    rate = sg.TorchRate(schedule)
+    result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
+    assert_same(result, *trained(case, build, schedule=schedule))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("optimizer", ["muon", "lion", "lamb", "adam8bit"])
+def test_momentum_of_other_optimizers_is_moved(optimizer: str) -> None:
+    """What they are updated by is what the scheduler says, and beside it what the plan does."""
+    momentum = {"momentum": 0.9} if optimizer == "muon" else {"betas": (0.9, 0.97)}
+    training = Training(optimizer=optimizer, weight_decay=0.1, epsilon=1e-5, **momentum)
+    rate = sg.TorchRate(MOVING["one cycle"], training)
+    by_torch = optim.SGD([torch.zeros(())], lr=1e-3, momentum=0.9)
+    scheduler = MOVING["one cycle"](by_torch)
+    for step in range(STEPS):
+        (now,) = rate.settings(step)
+        (group,) = by_torch.param_groups
+        assert (now.rate, now.first) == (group["lr"], group["momentum"])
+        assert now[1:] == (0.1, group["momentum"], training.betas[1], 1e-5, 0.0)
+        scheduler.step()
+
+
+class Turns:
+    """A scheduler that turns Nesterov's momentum on, or another option."""
+
+    def __init__(self, optimizer: Any, **options: Any) -> None:
+        self.optimizer, self._options = optimizer, options
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group.update(self._options)
+
+
 GROUPS = (ParameterGroup(("*.bias",), 0.5), ParameterGroup(("*.weight",), 2.0))
 
 
@@ -64,18 +237,33 @@ GROUPS = (ParameterGroup(("*.bias",), 0.5), ParameterGroup(("*.weight",), 2.0))
     [
         (
             lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=9),
-            Training(optimizer="sgd", momentum=0.9),
-            r"OneCycleLR changes momentum from 0\.9 to 0\.95 at step 0.*cycle_momentum=False",
+            Training(optimizer="sgd"),
+            r"OneCycleLR changes momentum from 0 to 0\.95 at step 0.*cycle_momentum=False",
         ),
         (
             lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=9),
-            Training(betas=(0.8, 0.99)),
-            r"OneCycleLR changes betas from \(0\.8, 0\.99\) to \(0\.95, 0\.99\) at step 0",
+            Training(optimizer="adafactor"),
+            "must support momentum or beta1 with `cycle_momentum` option enabled",
         ),
         (
-            lambda o: lr_scheduler.CosineAnnealingLR(o, 4, eta_min=1e-4),
-            Training(groups=GROUPS),
-            r"CosineAnnealingLR multiplies the rates of groups by .* at step 1.*eta_min",
+            lambda o: Turns(o, nesterov=True),
+            Training(optimizer="sgd", momentum=0.9),
+            "Turns changes nesterov from False to True at step 1, but a plan trains with the same",
+        ),
+        (
+            lambda o: Turns(o, weight_decay=0.1),
+            Training(),
+            "Turns changes weight_decay from 0 to 0.1 at step 1, .* that of Adam or of AdamW",
+        ),
+        (
+            lambda o: Turns(o, betas=(1.0, 0.9)),
+            Training(),
+            r"Turns changes betas from \(0.9, 0.999\) to \(1.0, 0.9\) at step 1, .* below 1",
+        ),
+        (
+            lambda o: Turns(o, lr=-0.1),
+            Training(),
+            "the learning rate of step 1 is -0.1; give a scheduler that makes numbers of at least",
         ),
         (
             lambda o: lr_scheduler.LambdaLR(o, [lambda step: 1.0, lambda step: 0.5]),
@@ -90,13 +278,21 @@ GROUPS = (ParameterGroup(("*.bias",), 0.5), ParameterGroup(("*.weight",), 2.0))
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_what_a_scheduler_changes_beside_one_rate_is_refused(
+def test_what_a_scheduler_changes_and_no_update_reads_is_refused(
     make: Callable[[Any], Any], training: Training, said: str
 ) -> None:
-    """Momentum that goes up and down was left as it is, and groups went with the first."""
-    rate = rate_of(sg.TorchRate(make), training)
+    settings = settings_by_step(sg.TorchRate(make), training)
     with pytest.raises(ValueError, match=said):
-        rate(3)
+        settings(1)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_step_that_moves_momentum_is_no_graph() -> None:
+    """A graph has the betas that it was recorded with."""
+    for name, moves in (("one cycle", True), ("decays", True), ("floors", False)):
+        training = Training(weight_decay=0.1)
+        assert moves_more_than_rates(sg.TorchRate(MOVING[name]), training, STEPS) is moves, name
+    assert not moves_more_than_rates(sg.RateSchedule("linear", 1, 9), Training(), STEPS)
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
