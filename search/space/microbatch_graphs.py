@@ -13,11 +13,12 @@ class MicrobatchModel:
 
     def __init__(self, graph: OperatorGraph, situation: Situation) -> None:
         self.graph = graph
-        number = situation.memory.number
+        number, training = situation.memory.number, situation.training
         self.kinds = [
             (
                 number(operator.signature),
                 bool(trainable_weights(graph, operator)),
+                training.costs_of([weight.parameter for weight in operator.weights]),
                 tuple(graph.needs_gradient[graph.index[r.source]] for r in operator.inputs),
             )
             for operator in graph.operators

@@ -119,6 +119,19 @@ class ParameterGroup:
         """
         return {name: getattr(self, name) for name in self._given() if name in HAVING}
 
+    def check_options(self, optimizer: str) -> None:
+        """Refuse options that an optimizer does not have.
+
+        Raises:
+            ValueError: names the group, the option and an optimizer that has it.
+        """
+        for name, value in self.options.items():
+            if optimizer not in HAVING[name]:
+                raise ValueError(
+                    f"group {self.names[0]!r} has {name}={value!r}, but optimizer {optimizer!r} "
+                    f"has none; leave it out, or take optimizer={usual_having(name)!r}"
+                )
+
     def holds(self, name: str) -> bool:
         """Whether a parameter is of the group."""
         exact, patterns = self._read
@@ -130,6 +143,16 @@ class ParameterGroup:
         meant = {each: _unescaped(each) for each in self.names}
         exact = frozenset(name for name in meant.values() if name is not None)
         return exact, tuple(each for each, name in meant.items() if name is None)
+
+
+def usual_having(option: str) -> str:
+    """The plainest optimizer that has an option.
+
+    Example:
+        >>> usual_having("momentum"), usual_having("amsgrad")
+        ('sgd', 'adam')
+    """
+    return min(HAVING[option], key=lambda optimizer: (len(optimizer), optimizer))
 
 
 def literally(name: str) -> str:

@@ -19,7 +19,11 @@ from stratagem.simulator.base.precision import (
 from stratagem.simulator.kernel_times.factored_squares import AS_TORCH as FACTORED_AS_TORCH
 from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
 from stratagem.simulator.kernel_times.newton_schulz import AS_TORCH, NewtonSchulz
-from stratagem.simulator.kernel_times.parameter_groups import HAVING, ParameterGroup
+from stratagem.simulator.kernel_times.parameter_groups import (
+    HAVING,
+    ParameterGroup,
+    usual_having,
+)
 from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
 from stratagem.simulator.kernel_times.torch_optimizers import fields_of
 
@@ -268,7 +272,7 @@ class Training:
             if getattr(self, name) and not HAVING[name] & set(self.optimizers):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but optimizer {self.optimizer!r} has none; "
-                    f"leave it out, or take optimizer={min(HAVING[name], key=_shortest)!r}"
+                    f"leave it out, or take optimizer={usual_having(name)!r}"
                 )
         if self.maximize and "muon" in self.optimizers:
             raise ValueError(
@@ -298,13 +302,7 @@ class Training:
         """Refuse options of a group that its optimizer does not have."""
         if group.optimizer and group.optimizer not in OPTIMIZER_STATES:
             raise unknown("optimizer", group.optimizer, tuple(OPTIMIZER_STATES))
-        own = group.optimizer or self.optimizer
-        for name, value in group.options.items():
-            if own not in HAVING[name]:
-                raise ValueError(
-                    f"group {group.names[0]!r} has {name}={value!r}, but optimizer {own!r} has "
-                    f"none; leave it out, or take optimizer={min(HAVING[name], key=_shortest)!r}"
-                )
+        group.check_options(group.optimizer or self.optimizer)
         if (group.nesterov or group.dampening) and not (
             self.momentum if group.momentum is None else group.momentum
         ):
@@ -403,6 +401,10 @@ class Training:
             True
         """
         return len({each.kept for each in self.by_group}) > 1
+
+    def costs_of(self, parameters: Sequence[str]) -> tuple[object, ...]:
+        """What parameters' updates take, where groups differ: equal where that is the same."""
+        return tuple(self.for_parameter(p).kept for p in parameters) if self.keeps_apart else ()
 
     @cached_property
     def kept(self) -> tuple[str | NewtonSchulz, ...]:
@@ -585,10 +587,6 @@ class Training:
         masters = self.master_bytes
         clipped = 12 if self.clip_norm else 0
         return fused + copied + masters + clipped + (8 if self.scales_loss else 0)
-
-
-def _shortest(optimizer: str) -> tuple[int, str]:
-    return len(optimizer), optimizer
 
 
 def _momentum_in(groups: Sequence[ParameterGroup]) -> bool:

@@ -314,10 +314,7 @@ class TableBuilder:
         needed = self.graph.needs_gradient[i]
         flows = makes_input_gradients(self.graph, i)
         # Layers that are alike may be trained in several ways.
-        trained: tuple[object, ...] = ()
-        if self.training.keeps_apart:
-            names = (weight.parameter for weight in operator.weights)
-            trained = tuple(self.training.for_parameter(name).kept for name in names)
+        trained = self.training.costs_of([weight.parameter for weight in operator.weights])
         kind = (number(operator.signature), self.memory.choices(choices))
         key = (*kind, uses, needed, flows, runs_again, trained)
         if key not in self._rows:

@@ -29,6 +29,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.headroom import Headroom
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.examples import examples
 
@@ -77,6 +78,7 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
         gradient_precision=data.draw(st.sampled_from(["", "float32"])),
         **data.draw(st.sampled_from([{}, {"fused_loss": True}, {"eager_loss": True}])),
         bucketed_gradients=data.draw(st.booleans()),
+        groups=data.draw(st.sampled_from([(), (ParameterGroup(("*0*",), optimizer="sgd"),)])),
         fused_elementwise=data.draw(st.booleans()),
     )
     here = situation(graph, training=training)
@@ -92,6 +94,22 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
             AnnealingChain(problem, rng.integers(0, sizes), 1, 0).peaks(), holdings, strict=True
         ):
             assert holding.least <= peak, (str(skeleton), holding)
+
+
+@pytest.mark.parametrize("first", ["adam", "sgd"])
+def test_layers_that_are_alike_may_be_trained_otherwise(first: str) -> None:
+    """All of them were counted with the states of the first: more than there are, or fewer."""
+    graph = mlp([64, 64, 64, 64, 64], batch=8)
+    alone = replace(CLUSTER, devices_per_node=1)
+    other = "sgd" if first == "adam" else "adam"
+    rest = ParameterGroup(("layers.2.*",), optimizer=other)
+    training = Training(optimizer=first, groups=(rest,))
+    bounds = []
+    for each in (training, replace(training, groups=())):
+        models = MicrobatchModels(situation(graph, alone, each))
+        bounds.append(HoldingBounds(models).holdings(next(skeletons(graph, alone)))[0].least)
+    states = 2 * 4 * (64 * 64 + 64)
+    assert bounds[0] - bounds[1] == (states if first == "sgd" else -states)
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE_POLICIES)
