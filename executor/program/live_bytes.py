@@ -39,6 +39,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
+from stratagem.simulator.kernel_times.recurrent_workspace import kept_on_cpu
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import (
     role_of,
@@ -187,6 +188,8 @@ class _Player:
             self._make(value, nbytes)
             tensors, masks = saved_inside(operator)
             inside += nbytes * tensors + nbytes // DTYPE_BYTES[dtype] * masks
+        workspace = self._workspace(instruction, operator)
+        inside = inside if workspace is None else workspace
         inside += self._rounded(instruction, operator)
         if instruction.tape is None:
             return
@@ -210,6 +213,19 @@ class _Player:
         sizes = local_sizes(operator, config, shape)
         nbytes = rounded_bytes(operator, sizes, self.program.plan.training)
         return nbytes // (1 if instruction.piece is None else instruction.piece.count)
+
+    def _workspace(self, instruction: Forward, operator: Operator) -> int | None:
+        """What kernels of CPUs keep in place of what a trace shows."""
+        plan, mesh = (
+            self.program.plan,
+            self.program.mesh(self.program.plan.stage_of[operator.name]),
+        )
+        if not all(device.is_cpu for device in mesh.device_types(plan.cluster)):
+            return None
+        config, shape = self._config(operator)
+        nbytes = kept_on_cpu(operator, local_sizes(operator, config, shape), plan.training)
+        parts = 1 if instruction.piece is None else instruction.piece.count
+        return None if nbytes is None else nbytes // parts
 
     def _output_elements(self, operator: Operator, output: int) -> int:
         made = operator.outputs[output]

@@ -137,9 +137,10 @@ class HoldingBounds:
         )
         key = model.kinds[i], uses
         if key not in self._whole:
-            training = self._models.situation.training
+            situation = self._models.situation
+            on_cpu = all(device.is_cpu for device in situation.cluster.device_types)
             self._whole[key] = operator_footprint(
-                operator, WHOLE, operator.sizes, uses, (1,), training
+                operator, WHOLE, operator.sizes, uses, (1,), situation.training, on_cpu=on_cpu
             )
         return self._whole[key]
 

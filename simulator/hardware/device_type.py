@@ -197,6 +197,16 @@ class DeviceType:
                 f"below its memory_gib of {self.memory_gib}"
             )
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a core of a CPU, on which torch runs other kernels than on GPUs.
+
+        Example:
+            >>> DeviceType.preset("H200").is_cpu
+            False
+        """
+        return self.name == "cpu"
+
     def is_called(self, name: str) -> bool:
         """Whether a GPU that torch calls `name` is one of this type.
 

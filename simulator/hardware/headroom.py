@@ -89,7 +89,7 @@ def measured_headroom(cluster: Cluster) -> Headroom:
         >>> print(measured_headroom(Cluster.preset("local-cpu")))
         nothing
     """
-    if all(device.name == "cpu" for device in cluster.device_types):
+    if all(device.is_cpu for device in cluster.device_types):
         return NO_HEADROOM
     kinds = min(MOST_KINDS, cluster.num_devices.bit_length() - 1)
     reserved = round(cluster.calibration.reserved_gib * GIB)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from stratagem.simulator.graph.placement import Placements, local_elements, weight_placements
 from stratagem.simulator.kernel_times.memory_traffic import rounded_bytes
+from stratagem.simulator.kernel_times.recurrent_workspace import kept_on_cpu
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of, saved_inside
@@ -52,18 +53,21 @@ def operator_footprint(
     uses: tuple[ParameterUse, ...],
     shape: Sequence[int],
     training: Training,
+    *,
+    on_cpu: bool = False,
 ) -> Footprint:
     """What one choice needs, `sizes` being the local sizes of its dims on a mesh of `shape`.
 
     `uses` says what the operator is to each of its weights. Sources need nothing: every rank has
-    them from the batch.
+    them from the batch. Some kernels keep more `on_cpu` than elsewhere (`kept_on_cpu`).
     """
     if operator.is_source:
         return Footprint(outputs=(0,) * len(operator.outputs))
     elements = [math.prod(shape_of(out.layout, sizes)) for out in operator.outputs]
     itemsize = [training.bytes_of(out.dtype) for out in operator.outputs]
     tensors, masks = saved_inside(operator, fused=training.fused_elementwise)
-    own = (tensors * itemsize[0] + masks) * elements[0]
+    workspace = kept_on_cpu(operator, sizes, training) if on_cpu else None
+    own = (tensors * itemsize[0] + masks) * elements[0] if workspace is None else workspace
     own += rounded_bytes(operator, sizes, training)
     read = sum(math.prod(shape_of(read.layout, sizes)) for read in operator.inputs)
     made = read * training.bytes_of("float32")

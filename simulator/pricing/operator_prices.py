@@ -159,7 +159,10 @@ class OperatorPricer:
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
     ) -> Footprint:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
-        return operator_footprint(operator, choice, sizes, uses, self.mesh.shape, self.training)
+        on_cpu = all(device.is_cpu for device in self.devices)
+        return operator_footprint(
+            operator, choice, sizes, uses, self.mesh.shape, self.training, on_cpu=on_cpu
+        )
 
     def forward_seconds(self, operator: Operator, choice: Choice) -> float:
         """Time of the whole forward pass, without collectives inside it."""

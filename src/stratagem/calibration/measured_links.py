@@ -129,7 +129,7 @@ def device_here(cluster: Cluster) -> tuple[DeviceType, str]:
         ValueError: when it has several, or a GPU that is not the one of this machine.
     """
     kind = one_type(cluster)
-    if kind.name == "cpu":
+    if kind.is_cpu:
         return kind, "cpu"
     if not torch.cuda.is_available():
         raise ValueError(
