@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from stratagem.executor.optimizers.settings import Settings, scaled, settings_of
 from stratagem.simulator.kernel_times.training import Training
@@ -76,6 +78,9 @@ class RateSchedule:
         return self.floor + (1 - self.floor) * left
 
 
+REMEMBERED = 4096
+"""Steps whose settings are kept: ranks that are threads ask for the same ones, more or less."""
+
 _STEPPING = threading.Lock()
 """Ranks that are threads of one process share their rates, and each asks for the same step."""
 
@@ -110,8 +115,16 @@ class TorchRate:
 
     make: Callable[[torch.optim.Optimizer], Any]
     training: Training | None = None
-    _found: list[tuple[Settings, ...]] = field(default_factory=list, init=False, repr=False)
+    _found: deque[tuple[Settings, ...]] = field(init=False, repr=False)
+    _steps: int = field(default=0, init=False, repr=False)
     _going: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all steps: a scheduler goes forwards alone."""
+        self._found, self._steps, self._going = deque(maxlen=REMEMBERED), 0, None
 
     def __call__(self, step: int) -> float:
         """The factor of the rate of parameters of no group at a step; infinite if that is 0."""
@@ -129,13 +142,15 @@ class TorchRate:
         return self.training or Training(learning_rate=1.0)
 
     def _at(self, step: int) -> tuple[Settings, ...]:
+        if step < self._steps - len(self._found):
+            self._begin()
         if self._going is None:
             optimizer = optimizer_like(self._training)
             begun = [dict(group) for group in optimizer.param_groups]
             self._going = optimizer, begun, self._scheduler_of(optimizer)
-            self._found.append(self._read())
+            self._note()
         optimizer, _, scheduler = self._going
-        while len(self._found) <= step:
+        while self._steps <= step:
             optimizer.step()
             try:
                 scheduler.step()
@@ -145,8 +160,12 @@ class TorchRate:
                     f"({error}), which is all that a rate is made of; take another scheduler, or "
                     "give a function of the step"
                 ) from error
-            self._found.append(self._read())
-        return self._found[step]
+            self._note()
+        return self._found[step - self._steps]
+
+    def _note(self) -> None:
+        self._found.append(self._read())
+        self._steps += 1
 
     def _scheduler_of(self, optimizer: torch.optim.Optimizer) -> Any:
         try:
@@ -184,7 +203,7 @@ class TorchRate:
         self, how: Training, before: Mapping[str, Any], group: Mapping[str, Any], name: str
     ) -> None:
         """Refuse what an update does not read, and what it has no place for."""
-        step = len(self._found)
+        step = self._steps
         told = f"{name} changes {{}} from {{}} to {{}} at step {step}, but "
         for key in self._going[0].defaults:
             old, new = before[key], group[key]
@@ -219,7 +238,11 @@ class TorchRate:
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process goes through the steps itself."""
-        return {"make": self.make, "training": self.training, "_found": [], "_going": None}
+        return {"make": self.make, "training": self.training}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.make, self.training = state["make"], state["training"]
+        self._begin()
 
 
 @dataclass(frozen=True)
@@ -227,14 +250,15 @@ class ToldSettings:
     """The settings of each step, as another process found them.
 
     Example:
-        >>> ToldSettings([[[0.1, 0.0, 0.9, 0.999, 1e-8, 0.0]]]).settings(0)[0].rate
-        0.1
+        >>> numbers = torch.tensor([[[0.5, 0.0, 0.9, 0.999, 1e-8, 0.0]]], dtype=torch.float64)
+        >>> ToldSettings(numbers).settings(0)[0].rate
+        0.5
 
     Attributes:
-        rows: by step and group the numbers of `Settings`.
+        numbers: of `Settings`, by step and group (step, group, number) in float64.
     """
 
-    rows: Sequence[Sequence[Sequence[float]]]
+    numbers: Tensor
 
     def __call__(self, step: int) -> float:
         """It has no factor: settings are as they are."""
@@ -242,7 +266,7 @@ class ToldSettings:
 
     def settings(self, step: int) -> tuple[Settings, ...]:
         """See `TorchRate.settings`."""
-        return tuple(Settings(*row) for row in self.rows[step])
+        return tuple(Settings(*row) for row in self.numbers[step].tolist())
 
 
 def settings_by_step(rate: Rate, training: Training) -> Callable[[int], tuple[Settings, ...]]:
@@ -260,17 +284,20 @@ def settings_by_step(rate: Rate, training: Training) -> Callable[[int], tuple[Se
     return lambda step: scaled(usual, _checked_factor(rate(step), step))
 
 
-def told_to_others(rate: Rate, training: Training, steps: int) -> list[Any]:
-    """Factors or settings of so many steps, as lists of numbers, for other processes."""
-    if isinstance(rate, TorchRate):
-        at = settings_by_step(rate, training)
-        return [[list(each) for each in at(step)] for step in range(steps)]
-    return [rate(step) for step in range(steps)]
+def told_to_others(rate: Rate, training: Training, steps: int) -> list[float] | Tensor:
+    """Factors of so many steps, or the numbers of their settings, for other processes."""
+    if not isinstance(rate, TorchRate):
+        return [rate(step) for step in range(steps)]
+    at, shape = settings_by_step(rate, training), (len(training.by_group), len(Settings._fields))
+    numbers = torch.empty((steps, *shape), dtype=torch.float64)
+    for step in range(steps):
+        numbers[step] = torch.tensor(at(step), dtype=torch.float64)
+    return numbers
 
 
-def rate_told(rows: list[Any]) -> Rate:
+def rate_told(told: list[float] | Tensor) -> Rate:
     """The rate of which `told_to_others` told."""
-    return ToldSettings(rows) if isinstance(rows[0], list) else rows.__getitem__
+    return ToldSettings(told) if isinstance(told, Tensor) else told.__getitem__
 
 
 def moves_more_than_rates(rate: Rate, training: Training, steps: int) -> bool:

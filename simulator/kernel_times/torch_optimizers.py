@@ -5,7 +5,8 @@ torch itself is not imported: an optimizer is what it says of itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stratagem.simulator.base.misspelt_names import unknown
@@ -62,6 +63,7 @@ def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
             raise unknown("optimizer of torch", kind, tuple(_READ))
         if kind == "AdamW8bit":
             _put(fields, "blocks", _blocks(each), kind)
+        _warn_moved(kind, each.param_groups)
         for group in each.param_groups:
             own = _options(kind, group)
             for name, value in own.items():
@@ -79,6 +81,20 @@ def fields_of(optimizer: Any, model: Any) -> dict[str, Any]:
         **fields,
         "groups": _groups(groups, model, fields),
     }
+
+
+def _warn_moved(kind: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Say that rates are no longer what an optimizer was made with."""
+    for group in groups:
+        first, now = group.get("initial_lr", group["lr"]), group["lr"]
+        if first != now:
+            warnings.warn(
+                f"a scheduler has moved the learning rate of {kind} from {float(first):g} to "
+                f"{float(now):g}, which is what the plan has: read the optimizer before a "
+                "scheduler is made of it, and give that as sg.TorchRate",
+                stacklevel=4,
+            )
+            return
 
 
 class _Group(NamedTuple):

@@ -137,6 +137,15 @@ def test_optimizers_side_by_side_have_options_of_their_own(
     assert_same(result, losses, {n: p.detach() for n, p in model.named_parameters()})
 
 
+def test_a_rate_that_a_scheduler_has_moved_is_named() -> None:
+    """A warm-up begins at 0: a plan of that rate would train nothing."""
+    optimizer = optim.SGD(mlp_case().model.parameters(), lr=0.1)
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    with pytest.warns(UserWarning, match=r"moved the learning rate of SGD from 0\.1 to 0, which"):
+        training = Training.of(optimizer)
+    assert training.learning_rate == 0.0
+
+
 def lion(options: dict[str, Any], gradients: list[Tensor], start: Tensor) -> Tensor:
     """Chen et al. 2023, of one parameter."""
     p, mean = start.clone(), torch.zeros_like(start)

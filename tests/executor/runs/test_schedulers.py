@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -319,6 +320,17 @@ def test_ranks_that_are_threads_share_a_scheduler() -> None:
         rates = list(pool.map(rate, [5] * 4))
     assert rates == [0.5**5] * 4
     assert [rate(step) for step in range(6)] == [0.5**step for step in range(6)]
+
+
+def test_steps_of_long_ago_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long run are not all in memory."""
+    monkeypatch.setattr("stratagem.executor.training.learning_rates.REMEMBERED", 3)
+    rate = sg.TorchRate(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+    steps = (7, 5, 6, 0, 9, 3, 8)
+    assert [rate(step) for step in steps] == [0.5**step for step in steps]
+    assert len(rate._found) == 3
+    again = pickle.loads(pickle.dumps(sg.TorchRate(Decays)))
+    assert again(3) == 1.0
 
 
 def test_a_scheduler_that_needs_a_loss_is_refused() -> None:
