@@ -39,9 +39,6 @@ OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
 }
 """What an optimizer keeps of each parameter, unless it is told to keep more."""
 
-_REFUSED = ("momentum", "dampening", "nesterov", "amsgrad", "coupled_decay", "maximize")
-"""Options that are refused where no optimizer of a training has them."""
-
 _AT_LEAST_0 = ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum")
 
 WHOLE_STATES = ("row", "column", "mean_scale", "square_scale")
@@ -268,8 +265,9 @@ class Training:
                 f"optimizers are {', '.join(self.optimizers)}; {measuring[0]} takes norms of "
                 "all parameters and is not beside others: give groups no optimizer of their own"
             )
-        for name in _REFUSED:
-            if getattr(self, name) and not HAVING[name] & set(self.optimizers):
+        usual = {each.name: each.default for each in fields(self)}
+        for name, having in HAVING.items():
+            if getattr(self, name) != usual[name] and not having & set(self.optimizers):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but optimizer {self.optimizer!r} has none; "
                     f"leave it out, or take optimizer={usual_having(name)!r}"

@@ -532,6 +532,11 @@ def test_names_come_from_the_optimizer_or_from_the_model() -> None:
         ({"momentum": 0.9}, "momentum is 0.9, but optimizer 'adam' has none"),
         ({"optimizer": "sgd", "amsgrad": True}, "amsgrad is True, but optimizer 'sgd' has none"),
         ({"optimizer": "sgd", "nesterov": True}, "nesterov is True, but momentum is 0"),
+        (
+            {"optimizer": "sgd", "betas": (0.8, 0.9)},
+            r"betas is \(0.8, 0.9\), but .*'sgd' has none",
+        ),
+        ({"optimizer": "lion", "epsilon": 0.1}, "epsilon is 0.1, but optimizer 'lion' has none"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm is 1.0 and clip_value 1.0; choose one"),
         ({"average": "equals"}, "average 'equals'"),
         ({"average_decay": 1.0}, "average_decay is 1.0; it must be at least 0 and below 1"),

@@ -206,8 +206,9 @@ def test_a_scheduler_sees_the_groups_that_the_optimizer_has() -> None:
 @pytest.mark.parametrize("optimizer", ["muon", "lion", "lamb", "adam8bit"])
 def test_momentum_of_other_optimizers_is_moved(optimizer: str) -> None:
     """What they are updated by is what the scheduler says, and beside it what the plan does."""
-    momentum = {"momentum": 0.9} if optimizer == "muon" else {"betas": (0.9, 0.97)}
-    training = Training(optimizer=optimizer, weight_decay=0.1, epsilon=1e-5, **momentum)
+    own: dict[str, Any] = {"momentum": 0.9} if optimizer == "muon" else {"betas": (0.9, 0.97)}
+    own |= {"epsilon": 1e-5} if optimizer in ("lamb", "adam8bit") else {}
+    training = Training(optimizer=optimizer, weight_decay=0.1, **own)
     rate = sg.TorchRate(MOVING["one cycle"], training)
     by_torch = optim.SGD([torch.zeros(())], lr=1e-3, momentum=0.9)
     scheduler = MOVING["one cycle"](by_torch)
@@ -215,7 +216,8 @@ def test_momentum_of_other_optimizers_is_moved(optimizer: str) -> None:
         (now,) = rate.settings(step)
         (group,) = by_torch.param_groups
         assert (now.rate, now.first) == (group["lr"], group["momentum"])
-        assert now[1:] == (0.1, group["momentum"], training.betas[1], 1e-5, 0.0)
+        rest = 0.1, group["momentum"], training.betas[1], training.epsilon, 0.0
+        assert now[1:] == rest
         scheduler.step()
 
 
