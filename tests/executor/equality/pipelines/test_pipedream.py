@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.optim.lr_scheduler import OneCycleLR
 
 from examples.models import MLP, SmallGPT
 from stratagem.executor import execute, lower, model_state
@@ -31,6 +33,7 @@ from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.torch_reference import first_scalar, gradient_errors, reference_of
+from stratagem.executor.training.learning_rates import TorchRate
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
@@ -108,14 +111,19 @@ class Truth:
         sure: elements of the parameters whose gradients were never only rounding error.
     """
 
-    def __init__(self, case: Case, plan: Plan, steps: int) -> None:
+    def __init__(self, case: Case, plan: Plan, steps: int, schedule: Any = None) -> None:
         self.model, self.plan = copy.deepcopy(case.model), plan
         training = plan.training
         self.parameters = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
+        given: dict[str, Any] = {"momentum": training.momentum, "dampening": training.dampening}
         self._optimizer = kinds[training.optimizer](
-            self.parameters.values(), lr=training.learning_rate, weight_decay=training.weight_decay
+            self.parameters.values(),
+            lr=training.learning_rate,
+            weight_decay=training.weight_decay,
+            **(given if training.optimizer == "sgd" else {}),
         )
+        self._scheduler = schedule(self._optimizer) if schedule else None
         self._stage = stages_of_parameters(case, plan)
         self.sure = {n: torch.ones_like(p, dtype=torch.bool) for n, p in self.parameters.items()}
         self.losses = [self._step(case.batch) for _ in range(steps)]
@@ -140,6 +148,8 @@ class Truth:
             self._optimizer.step()
             versions.append({n: p.detach().clone() for n, p in self.parameters.items()})
             total += float(loss.detach())
+        if self._scheduler is not None:
+            self._scheduler.step()
         return total
 
     def _ahead(self, stage: int) -> int:
@@ -174,13 +184,22 @@ def stages_of_parameters(case: Case, plan: Plan) -> dict[str, int]:
     }
 
 
-def assert_trains_as_published(case: Case, plan: Plan, steps: int = 3) -> None:
+def assert_trains_as_published(
+    case: Case, plan: Plan, steps: int = 3, schedule: Any = None
+) -> None:
     """Losses, mean gradients of the last step and parameters are those of the published rule."""
     verify(lower(plan, case.graph))
+    rate = TorchRate(schedule) if schedule else None
     result = execute(
-        plan, case.graph, model_state(case.model), case.batch, steps=steps, gradients=True
+        plan,
+        case.graph,
+        model_state(case.model),
+        case.batch,
+        steps=steps,
+        gradients=True,
+        rate=rate,
     )
-    truth = Truth(case, plan, steps)
+    truth = Truth(case, plan, steps, schedule)
     assert result.losses == pytest.approx(truth.losses, rel=TOLERANCE)
     assert result.gradients is not None
     errors = gradient_errors(result.gradients, truth.gradients)
@@ -195,6 +214,18 @@ def assert_trains_as_published(case: Case, plan: Plan, steps: int = 3) -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_training_is_the_published_rule(mlp: Case, num_stages: int, training: Training) -> None:
     assert_trains_as_published(mlp, stashing(mlp, whole, *[(1,)] * num_stages, training=training))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_scheduler_moves_momentum_step_by_step(mlp: Case, optimizer: str) -> None:
+    """All microbatches of a step are updated by the momentum or the betas of that step."""
+
+    def schedule(each: torch.optim.Optimizer) -> Any:
+        return OneCycleLR(each, max_lr=0.05, total_steps=8, base_momentum=0.2)
+
+    training = replace(SGD, momentum=0.8, dampening=0.3) if optimizer == "sgd" else ADAM
+    plan = stashing(mlp, whole, (1,), (1,), (1,), training=training)
+    assert_trains_as_published(mlp, plan, steps=4, schedule=schedule)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
