@@ -76,7 +76,7 @@ def kept_on_cpu(operator: Operator, sizes: Mapping[str, int], training: Training
     if not is_generic(operator) or operator.attributes["calls"][0][0] != _LSTM:
         return None
     storage = training.formats.storage
-    if operator.attributes["dtypes"][0] == "float64" or storage not in _ONEDNN:
+    if DTYPE_BYTES[operator.attributes["dtypes"][0]] > _FLOAT32 or storage not in _ONEDNN:
         return None
     arguments = operator.attributes["calls"][0][1]
     data, states, _, biases, layers, _, _, both, samples_first = arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
@@ -152,9 +153,8 @@ class TestJson:
 
     def test_doctor(self, place):
         rows = {row["what"]: row for row in answer("doctor")["rows"]}
-        import torch
-
-        assert rows["torch"]["found"] == torch.__version__
+        # As it is installed: builds for CUDA say more of themselves when they are imported.
+        assert rows["torch"]["found"] == importlib.metadata.version("torch")
         assert rows["cores"]["found"].startswith(str(len(os.sched_getaffinity(0))))
         assert rows["timing cache"]["found"].startswith(str(place / "timings.sqlite"))
 

@@ -279,6 +279,8 @@ class TestMeasuredLinks:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+        # A build for CUDA asks each device when its version is asked for, and there is none.
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
         checked: list[int] = []
         monkeypatch.setattr(measured_links, "check_gpus", checked.append)
         monkeypatch.setattr(measured_links, "executor_launch", lambda device: 21e-6)
