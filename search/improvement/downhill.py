@@ -91,7 +91,12 @@ class Refiner:
         self, near: Neighbour, best: Simulation, takes: Callable[[Skeleton], bool]
     ) -> Iterator[tuple[Neighbour, Simulation]]:
         """A neighbour whose choices are made anew."""
-        if self.settle is None or not takes(near.skeleton):
+        # Where its microbatches are too small for the choices there is nothing to begin with.
+        if (
+            self.settle is None
+            or not takes(near.skeleton)
+            or self.neighbourhood.plan(near) is None
+        ):
             return
         settled = self.settle(near, _to_beat(best))
         if settled is not None:

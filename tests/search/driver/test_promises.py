@@ -583,6 +583,16 @@ def test_of_a_small_model_what_does_not_fit_hides_no_better_skeleton() -> None:
     assert free.simulation.step_time <= whole.simulation.step_time * (1 + NOISE)
 
 
+@pytest.mark.slow
+def test_microbatches_too_small_for_the_choices_of_a_neighbour_are_passed_over() -> None:
+    """A search ended in "a tensor with factors (2, 16, 32) cannot lie as S(0) on (3,)"."""
+    graph = gpt(num_layers=2, hidden=32, num_heads=4, vocabulary=4096, sequence=16, batch=6)
+    cluster = cluster_of(3, 1, 25.0)
+    device = replace(cluster.device_types[0], memory_gib=0.0017234105616807938, reserved_gib=0.0)
+    result = quick(graph, replace(cluster, device_types=(device,)), schedule=("1f1b",))
+    assert result.simulation.fits
+
+
 @pytest.mark.long
 def test_a_pipeline_is_cut_where_only_choices_of_its_own_make_it_good() -> None:
     """ZeRO-2 on all was 3.5 % faster: a cut that no change led to, and products that all devices
