@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from stratagem.simulator.base.misspelt_names import unknown
@@ -265,7 +265,7 @@ class Training:
                 f"optimizers are {', '.join(self.optimizers)}; {measuring[0]} takes norms of "
                 "all parameters and is not beside others: give groups no optimizer of their own"
             )
-        usual = {each.name: each.default for each in fields(self)}
+        usual = _usual()
         for name, having in HAVING.items():
             if getattr(self, name) != usual[name] and not having & set(self.optimizers):
                 raise ValueError(
@@ -356,7 +356,7 @@ class Training:
         """How the parameters of a group are trained, without options that have no effect there."""
         optimizer = group.optimizer or self.optimizer
         own = {name: getattr(self, name) for name in HAVING} | group.options
-        usual = {each.name: each.default for each in fields(self)}
+        usual = _usual()
         for name, having in HAVING.items():
             lost = name in ("nesterov", "dampening") and not own["momentum"]
             if optimizer not in having or lost:
@@ -585,6 +585,12 @@ class Training:
         masters = self.master_bytes
         clipped = 12 if self.clip_norm else 0
         return fused + copied + masters + clipped + (8 if self.scales_loss else 0)
+
+
+@cache
+def _usual() -> dict[str, Any]:
+    """What each option is unless told."""
+    return {each.name: each.default for each in fields(Training)}
 
 
 def _momentum_in(groups: Sequence[ParameterGroup]) -> bool:
