@@ -57,11 +57,8 @@ def failure_of(logs: Path, code: int) -> str:
         # A rank that is asked to stop while it is ending has said nothing to its log.
         lines = _tail(folder / "stderr.log") or trace.splitlines()[-TAIL_LINES:]
         source = place_in(trace)
-        place = [
-            line
-            for line in (*trace.splitlines(), *lines)
-            if line.startswith(f"rank {folder.name} was at ")
-        ]
+        was_at = f"rank {folder.name} was at "
+        place = [line for line in trace.splitlines() if line.startswith(was_at)]
         ended = f"rank {folder.name} ended with {text}{f' ({source})' if source else ''}"
         first = "; ".join([ended, *place[-1:]])
         return "\n".join([first, *lines])
