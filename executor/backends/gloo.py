@@ -8,7 +8,7 @@ chunks are made in group order, as the local backend makes them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -77,6 +77,9 @@ class GlooCommunicator(ProcessMember):
         everyone = tuple(range(self.world_size))
         self._groups: dict[Group, dist.ProcessGroup | None] = {everyone: None}
         self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._posted: defaultdict[tuple[int, int], deque[tuple[dist.Work, Tensor]]] = defaultdict(
+            deque
+        )
 
     def prepare(self, groups: Iterable[Group]) -> None:
         """Create the process groups, in sorted order: creating one takes the whole world.
@@ -212,9 +215,23 @@ class GlooCommunicator(ProcessMember):
         self.sent[Collective.SEND.value] += num_bytes(tensor)
         self._post(tensor, target, MESSAGE + tag)
 
+    def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
+        """See `Poster.post`."""
+        for shape in shapes:
+            tensor = torch.empty(shape, dtype=dtype)
+            work = dist.irecv(_bytes(tensor), source, tag=MESSAGE + tag)
+            assert work is not None
+            self._posted[source, tag].append((work, tensor))
+
     def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
-        """See `Communicator.recv`."""
-        return self._take(shape, dtype, source, MESSAGE + tag)
+        """See `Communicator.recv`; what was posted is taken first."""
+        waiting = self._posted[source, tag]
+        if not waiting:
+            return self._take(shape, dtype, source, MESSAGE + tag)
+        work, tensor = waiting.popleft()
+        work.wait()
+        self._check_shape(tensor, shape)
+        return tensor
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""

@@ -136,7 +136,18 @@ class Communicator(Protocol):
 
 
 @runtime_checkable
-class Untagged(Protocol):
+class Poster(Protocol):
+    """A communicator that can begin a receive before it is needed; `recv` then takes it.
+
+    What is posted with a tag is taken in that order, all of it before `recv` waits for more.
+    """
+
+    def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
+        """Begin to receive tensors of `shapes` from rank `source`, which `recv` then takes."""
+
+
+@runtime_checkable
+class Untagged(Poster, Protocol):
     """A communicator whose messages of a pair have no tags: they arrive in the order of sends.
 
     A receive with a tag above 0 must be posted, in that order, before it is called. A send with
@@ -145,9 +156,6 @@ class Untagged(Protocol):
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make ready messages from one rank to another; all ranks pass the same pairs."""
-
-    def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
-        """Begin to receive tensors of `shapes` from rank `source`, which `recv` then takes."""
 
 
 def position(rank: int, group: Group) -> int:

@@ -10,12 +10,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stratagem.executor.communication.communicator import Communicator, Shape, Untagged
+from stratagem.executor.communication.communicator import (
+    Communicator,
+    Poster,
+    Shape,
+    Untagged,
+)
 from stratagem.executor.interpreter.input_views import portion_of
 from stratagem.executor.interpreter.named_values import NamedValues
 from stratagem.executor.program.instructions import Bundle, Convert, Join, Receive, Send, Stash
 from stratagem.executor.program.programs import Program, part_shape, stored_shape
-from stratagem.executor.program.receive_postings import Posting, common_order
+from stratagem.executor.program.receive_postings import Posting, common_order, early_postings
 from stratagem.executor.resharding.conversions import Route, put_together, start_together
 from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut_part
 from stratagem.simulator.graph.placement import FLAT
@@ -186,14 +191,18 @@ def receive(instruction: Receive, ports: Ports, memory: NamedValues) -> Action:
 
 
 def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
-    """By instruction what posts receives in front of it, where messages have no tags."""
+    """By instruction what posts receives in front of it, for those who can begin them early."""
     comm = ports.comm
-    if not isinstance(comm, Untagged):
+    if isinstance(comm, Untagged):
+        order = common_order(program)
+        comm.open(order.pairs())
+        postings = order.postings(comm.rank)
+    elif isinstance(comm, Poster):
+        postings = early_postings(program, comm.rank)
+    else:
         return {}
-    order = common_order(program)
-    comm.open(order.pairs())
     found: dict[int, list[Action]] = {}
-    for each in order.postings(comm.rank):
+    for each in postings:
         found.setdefault(each.before, []).append(_poster(program, ports, each))
     return found
 
@@ -213,7 +222,7 @@ def posted(
 def _poster(program: Program, ports: Ports, posting: Posting) -> Action:
     """What posts the pieces that one sender has for a receive."""
     comm = ports.comm
-    assert isinstance(comm, Untagged)
+    assert isinstance(comm, Poster)
     instruction = program.ranks[comm.rank].instructions[posting.needed]
     assert isinstance(instruction, Receive)
     moves = instruction.transfer.moves_to(ports.device)

@@ -1,10 +1,15 @@
-"""When to post receives where messages have no tags.
+"""When to post receives, so that messages go while their receivers compute.
 
-NCCL matches the sends and receives of a pair in the order in which each side issues them, and may
-run what a rank issues strictly one after the other. Then nothing hangs if, and only if, all ranks
-issue their collectives and messages in one common order. The replay of the program is such an
-order: a message is in it where it is sent, so its receiver must begin to receive it there, perhaps
-long before it needs it, into memory set aside.
+**With tags** a receive may be posted at any time before it is needed, and should be: a message
+whose receive is posted goes when it is sent, another one waits until both sides' helpers have had
+their turn on cores that are computing (`early_postings`).
+
+**Without tags** the time is bounded from both sides. NCCL matches the sends and receives of a pair
+in the order in which each side issues them, and may run what a rank issues strictly one after the
+other. Then nothing hangs if, and only if, all ranks issue their collectives and messages in one
+common order. The replay of the program is such an order: a message is in it where it is sent, so
+its receiver must begin to receive it there, perhaps long before it needs it, into memory set
+aside.
 
     sender     F0 ──a──▶  F1 ──b──▶  sync ═══╗
     receiver   post a, receive a, F0, post b, sync ═══╝  …  receive b
@@ -27,10 +32,21 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from stratagem.executor.program.instructions import Receive, Send, meetings_of
+from stratagem.executor.program.instructions import (
+    Backward,
+    Forward,
+    Receive,
+    Send,
+    Update,
+    meetings_of,
+)
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.replay import Players, ReplayedWorld, play_in, players
+
+AHEAD = 2
+"""Of each sender the messages for so many passes are awaited at a time, where they have tags."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,45 @@ class CommonOrder:
                 needed = needs[sender, sent.instruction.label].popleft()
                 arrivals.append(_Arrival(sent.ahead[self.player_of[rank]], needed, sender))
         return _placed(arrivals, _issues(self.program, rank))
+
+
+def early_postings(program: Program, rank: int) -> tuple[Posting, ...]:
+    """The receives of a rank where messages have tags, in the order in which they are posted.
+
+    Those that a sender has for one pass are posted together, and those for `AHEAD` passes are
+    posted at a time: the next ones behind the pass that has taken the first. Just then, and no
+    sooner: what says that a receive is posted would find the sender amid the message before.
+
+    Example:
+        >>> for each in early_postings(lower(plan, graph), rank=1):  # doctest: +SKIP
+        ...     print(each.before, each.needed, each.sender)
+        0 0 0
+        0 7 0
+    """
+    passes = [0]
+    for each in program.ranks[rank].instructions:
+        passes.append(passes[-1] + isinstance(each, Forward | Backward | Update))
+    behind_pass = _behind_next(passes)
+    needs: defaultdict[int, set[int]] = defaultdict(set)
+    for (sender, _), numbers in _needs(program, rank).items():
+        needs[sender].update(numbers)
+    made: list[Posting] = []
+    for sender, needed in needs.items():
+        groups = [list(g) for _, g in groupby(sorted(needed), key=passes.__getitem__)]
+        free = [0] * AHEAD + [behind_pass[group[-1]] for group in groups]
+        for group, behind in zip(groups, free, strict=False):
+            made += [Posting(min(behind, number), number, sender) for number in group]
+    return tuple(sorted(made, key=lambda each: (each.before, each.needed)))
+
+
+def _behind_next(passes: Sequence[int]) -> list[int]:
+    """Per instruction the one behind the next pass, from how many passes come before each."""
+    found, at = [], len(passes) - 1
+    for number in reversed(range(len(passes) - 1)):
+        if passes[number + 1] != passes[number]:
+            at = number + 1
+        found.append(at)
+    return found[::-1]
 
 
 def common_order(program: Program) -> CommonOrder:

@@ -11,9 +11,21 @@ import torch
 
 from examples.models import MLP, SmallGPT
 from stratagem.executor import lower
-from stratagem.executor.program.instructions import Receive, Send, meetings_of
+from stratagem.executor.program.instructions import (
+    Backward,
+    Forward,
+    Receive,
+    Send,
+    Update,
+    meetings_of,
+)
 from stratagem.executor.program.programs import Program
-from stratagem.executor.program.receive_postings import Posting, common_order
+from stratagem.executor.program.receive_postings import (
+    AHEAD,
+    Posting,
+    common_order,
+    early_postings,
+)
 from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import Case, make_case, make_plan, random_plan, sharding, whole
 
@@ -204,3 +216,48 @@ def test_ranks_that_send_one_another_something_are_played_apart(mlp: Case) -> No
     order = common_order(lower(plan, mlp.graph))
     assert {len(each.senders) for each in order.messages} == {1}
     check(lower(plan, mlp.graph))
+
+
+def taking(program: Program, rank: int) -> list[int]:
+    """Per instruction the passes that come before it."""
+    found = [0]
+    for each in program.ranks[rank].instructions:
+        found.append(found[-1] + isinstance(each, Forward | Backward | Update))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_with_tags_receives_are_posted_two_passes_ahead(gpt: Case, seed: int) -> None:
+    """Each once, before it is needed; of a sender never more than the messages of two passes."""
+    program = lower(random_plan(gpt, seed), gpt.graph)
+    for rank, with_order in enumerate(postings(program)):
+        found, passes = early_postings(program, rank), taking(program, rank)
+        assert sorted((p.needed, p.sender) for p in found) == sorted(
+            (p.needed, p.sender) for p in with_order
+        )
+        assert [each.before for each in found] == sorted(each.before for each in found)
+        for sender in {each.sender for each in found}:
+            mine = [each for each in found if each.sender == sender]
+            for each in mine:
+                assert each.before <= each.needed
+                # Awaited while it is posted: it, and those needed before it.
+                open_passes = {
+                    passes[other.needed]
+                    for other in mine
+                    if other.before <= each.before and other.needed >= each.before
+                }
+                assert len(open_passes) <= AHEAD
+            first = min(passes[each.needed] for each in mine)
+            assert all(each.before == 0 for each in mine if passes[each.needed] == first)
+
+
+def test_the_next_receive_is_posted_behind_the_pass_that_took_one(mlp: Case) -> None:
+    """Posted at once, it would find the sender amid the message before, on cores that compute."""
+    plan = make_plan(mlp, whole, (1,), (1,), num_microbatches=4, schedule="gpipe")
+    program = lower(plan, mlp.graph)
+    passes = taking(program, 1)
+    one, two, three, four = (each for each in early_postings(program, 1) if each.sender == 0)
+    assert one.before == two.before == 0
+    assert passes[three.before] == passes[one.needed] + 1
+    assert passes[four.before] == passes[two.needed] + 1
+    assert three.before < three.needed
