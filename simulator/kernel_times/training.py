@@ -116,7 +116,8 @@ class Training:
         fused_accumulation: whether products add a microbatch's gradients of weights to those
             before where these lie (Megatron-LM's fusion of 2022). Otherwise every microbatch's are
             added in a pass of their own, those of the first to zeros: as autograd and hooks do it.
-            It counts in predicted time alone.
+            It counts in predicted time alone, and on GPUs: on CPUs all but the first are added
+            in passes of their own, as the executor does it.
         fused_update: whether an update is one kernel, which reads gradients as backward leaves
             them and writes parameters as operators use them (the executor's on GPUs). Otherwise
             optimizers of mixed precision make passes over float32 copies of the gradients, as

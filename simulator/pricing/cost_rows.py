@@ -39,6 +39,10 @@ class PricedTime:
         """The same where `keep` is true, nothing elsewhere."""
         return PricedTime(masked(self.ns, keep), masked(self.mask, keep))
 
+    def __add__(self, more: PricedTime) -> PricedTime:
+        """One behind the other."""
+        return PricedTime(self.ns + more.ns, self.mask | more.mask)
+
 
 def masked(values: Ints, keep: Flags) -> Ints:
     """The values where `keep` is true, 0 elsewhere.
@@ -63,8 +67,10 @@ class OperatorRow:
 
     `forward`, `backward`, `input_gradient` and `weight_gradient` are the times of one of `pieces`
     equal pieces. The last two are the parts of `backward` that make the gradients of inputs and
-    of parameters. `recompute` is the whole forward pass where a choice repeats it. The launches
-    are what the host takes to launch a pass, all pieces; nothing where that is not modelled.
+    of parameters; what makes the latter takes `adding` longer in each microbatch of a step but
+    one, where gradients are added to those before. `recompute` is the whole forward pass
+    where a choice repeats it. The launches are what the host takes to launch a pass, all pieces;
+    nothing where that is not modelled.
 
     `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
     `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
@@ -85,6 +91,7 @@ class OperatorRow:
     backward: PricedTime
     input_gradient: PricedTime
     weight_gradient: PricedTime
+    adding: PricedTime
     recompute: PricedTime
     launch_forward: PricedTime
     launch_backward: PricedTime

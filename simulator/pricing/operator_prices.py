@@ -114,6 +114,7 @@ class OperatorPricer:
             "backward": [_adding(p.backward, m, c) for p, m, c in both],
             "input_gradient": [p.input_gradient for p in passes],
             "weight_gradient": [_adding(p.weight_gradient, m, c) for p, m, c in both],
+            "adding": [_copied(m.later_seconds / c.chunks) for _, m, c in both],
             "recompute": [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
             "launch_forward": there,
             "launch_backward": [self._launch(i, c, Direction.BACKWARD) for c in choices],
@@ -374,15 +375,20 @@ class OperatorPricer:
             update=update,
             stash_bytes=used * parameter,
             latency=latency,
-            add_seconds=self._add_seconds(operator, uses, choice),
+            **self._add_seconds(operator, uses, choice),
         )
 
     def _add_seconds(
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
-    ) -> float:
-        """Adding the gradients of a microbatch to those before, where no product does it."""
-        if self.training.fused_accumulation:
-            return 0.0
+    ) -> dict[str, float]:
+        """Adding the gradients of a microbatch to those before, where no product does it.
+
+        On CPUs that is never so: the executor takes those of the first microbatch as they are, and
+        adds the others to them.
+        """
+        on_cpus = all(device.is_cpu for device in self.devices)
+        if self.training.fused_accumulation and not on_cpus:
+            return {}
         added = 0
         for weight, use in zip(operator.weights, uses, strict=True):
             if use in (ParameterUse.OWNED, ParameterUse.TIED_HERE, ParameterUse.TIED_ELSEWHERE):
@@ -396,7 +402,7 @@ class OperatorPricer:
                 )
                 added += local_elements(whole, lies, self.mesh.shape)
         nbytes = added * (self.training.parameter_bytes + 2 * self.training.gradient_bytes)
-        return self._moving(nbytes)
+        return {"later_seconds" if on_cpus else "add_seconds": self._moving(nbytes)}
 
     def _update_seconds(self, num_parameters: int, training: Training) -> float:
         costs = [
@@ -423,7 +429,7 @@ class OperatorPricer:
 
     def _copy(self, nbytes: int) -> Priced:
         """Reading and writing so many bytes once."""
-        return (self._moving(2 * nbytes), COMPUTE) if nbytes else IDLE
+        return _copied(self._moving(2 * nbytes))
 
     def _moving(self, nbytes: int) -> float:
         """Seconds of a kernel that reads and writes so many bytes in all; of none, for none."""
@@ -477,7 +483,8 @@ class _Passes:
 class _Moved:
     """What happens to the parameters of an operator under one choice.
 
-    Every microbatch takes `add_seconds` to add their gradients to those before.
+    Every microbatch takes `add_seconds` to add their gradients to those before, and every one but
+    the first `later_seconds`.
     """
 
     sync: Priced
@@ -487,16 +494,22 @@ class _Moved:
     update: Priced
     stash_bytes: int
     latency: Mapping[str, tuple[int, float]]
-    add_seconds: float
+    add_seconds: float = 0.0
+    later_seconds: float = 0.0
 
 
-UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, 0.0)
+UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {})
 """Of an operator without parameters."""
 
 
 def _adding(passed: Priced, moved: _Moved, choice: Choice) -> Priced:
     """A piece of a pass that makes gradients of weights, and its part of adding them up."""
     return passed[0] + moved.add_seconds / choice.chunks, passed[1]
+
+
+def _copied(seconds: float) -> Priced:
+    """Seconds of moving bytes on a device itself."""
+    return (seconds, COMPUTE) if seconds else IDLE
 
 
 def _pass_seconds(passes: _Passes, choice: Choice) -> float:

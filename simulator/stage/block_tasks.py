@@ -191,18 +191,21 @@ class _TaskWriter:
             arrivals: list[list[int]] = [[] for _ in range(self._num_pieces(i))]
             for k in self.outgoing.get(i, ()):
                 _arrive(arrivals, first, made.converted[k])
-            timed = self._row(i).backward if together else self._row(i).input_gradient
-            done[i] = self._passes(draft, i, "backward", TaskRole.BACKWARD, timed, first, arrivals)
+            row = self._row(i)
+            timed, adding = (row.backward, row.adding) if together else (row.input_gradient, None)
+            done[i] = self._passes(
+                *(draft, i, "backward", TaskRole.BACKWARD, timed, first, arrivals), adding=adding
+            )
             gathers.ran(i, done[i][-1])
             ends[i] = done[i][-1]
             if parameters and not together and self._row(i).weighs:
                 ends[i] = self._weight_gradient(draft, i, [ends[i]])
             for k in self.incoming.get(i, ()):
-                row = self.edge_row(k)
-                both = row.made_backward, row.read_backward
+                edge_row = self.edge_row(k)
+                both = edge_row.made_backward, edge_row.read_backward
                 launch = host.converts(k, SharedBy.BACK)
                 made.converted[k] = self._conversion(
-                    made, k, SharedBy.BACK, row.backward, both, done[i], launch
+                    made, k, SharedBy.BACK, edge_row.backward, both, done[i], launch
                 )
         if parameters:
             self.parameters.write(draft, ends)
@@ -219,10 +222,25 @@ class _TaskWriter:
 
     def _weight_gradient(self, draft: BlockDraft, i: int, before: Sequence[int]) -> int:
         row = self._row(i)
-        number = self.pool.add(self._whole(row.weight_gradient, row.pieces))
+        whole = self._whole(row.weight_gradient, row.pieces)
+        added = None if row.adding.is_idle else self._whole(row.adding, row.pieces)
+        last, inner = self._bases(whole, added)
         return draft.operator_task(
-            "{0} weight gradient", TaskRole.WEIGHT_GRADIENT, i, number, before
+            "{0} weight gradient", TaskRole.WEIGHT_GRADIENT, i, last, before, inner
         )
+
+    def _bases(self, timed: PricedTime, adding: PricedTime | None) -> tuple[int, int]:
+        """Where a pass is priced, in the last microbatch and in those that add gradients.
+
+        Which of the microbatches does not add is of no matter to a step: one of them does not.
+        """
+        last = self.pool.add(timed)
+        if adding is None or adding.is_idle:
+            return last, last
+        key = (id(timed), id(adding), "adding")
+        if key not in self._parts:
+            self._parts[key] = timed + adding
+        return last, self.pool.add(self._parts[key])
 
     # -- passes and conversions -----------------------------------------------------------------
 
@@ -235,18 +253,24 @@ class _TaskWriter:
         timed: PricedTime,
         first: Sequence[int],
         arrivals: Sequence[Sequence[int]],
+        *,
+        adding: PricedTime | None = None,
     ) -> list[int]:
         """A task for each piece that an operator's pass may have, one after the other."""
         if len(arrivals) == 1:
-            before = [*first, *arrivals[0]]
-            return [draft.operator_task(f"{{0}} {what}", role, i, self.pool.add(timed), before)]
+            before, (last, inner) = [*first, *arrivals[0]], self._bases(timed, adding)
+            return [draft.operator_task(f"{{0}} {what}", role, i, last, before, inner)]
         tasks: list[int] = []
         pieces = self._row(i).pieces
         for j, arrived in enumerate(arrivals):
             part = self._part(timed, j, pieces > j)
-            before = [*(first if j == 0 else tasks[-1:]), *arrived]
+            added = None if adding is None else self._part(adding, j, pieces > j)
+            before, (last, inner) = (
+                [*(first if j == 0 else tasks[-1:]), *arrived],
+                self._bases(part, added),
+            )
             label = f"{{0}} {what}" + (f", piece {j + 1}" if j else "")
-            tasks.append(draft.operator_task(label, role, i, self.pool.add(part), before))
+            tasks.append(draft.operator_task(label, role, i, last, before, inner))
         return tasks
 
     def _conversion(

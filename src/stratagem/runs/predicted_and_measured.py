@@ -301,7 +301,8 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
 
 def _note_on_gradients(plan: Plan) -> Iterator[str]:
     parts = plan.num_microbatches * plan.token_slices
-    if parts != 1 and plan.training.fused_accumulation:
+    on_cpus = all(device.is_cpu for device in plan.device_types)
+    if parts != 1 and plan.training.fused_accumulation and not on_cpus:
         yield (
             f"Predicted as if products added up the gradients of {parts} passes; the executor "
             "adds them in passes of their own: predict with Training(fused_accumulation=False) to "
