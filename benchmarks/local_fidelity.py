@@ -40,7 +40,7 @@ from stratagem.calibration.executor_measurements import (
     executor_update,
 )
 from stratagem.calibration.measured_links import measured_host
-from stratagem.calibration.profile_space import profile_host
+from stratagem.calibration.profile_space import evicting, profile_host, touched_bytes
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
@@ -419,21 +419,24 @@ def profile(
     """
     load, device = setting.load, setting.device
     with TimingCache(cache_file) as timings:
-        operators = [
-            each
-            for (model, _), plan in zip(setting.plans, plans, strict=True)
-            for each in plan_operators(setting.graph(model), plan)
-        ]
         training = setting.training
-        profile_operators(
-            operators,
-            training,
-            timings,
-            device=device,
-            load=load,
-            effort=EFFORT,
-            faster=faster_on(torch.device(device)),
-        )
+        for name in setting.models:
+            graph = setting.graph(name)
+            operators = [
+                each
+                for (model, _), plan in zip(setting.plans, plans, strict=True)
+                if model == name
+                for each in plan_operators(graph, plan)
+            ]
+            profile_operators(
+                operators,
+                training,
+                timings,
+                device=device,
+                load=load,
+                effort=evicting(EFFORT, touched_bytes(graph, setting.cluster, training), device),
+                faster=faster_on(torch.device(device)),
+            )
         profile_updates(
             training, timings, executor_update, device=device, load=load, effort=EFFORT
         )

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import scipy
@@ -33,6 +33,10 @@ CUDA_SIZES = (64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20)
 ROUNDS = 5
 COMPUTE_SIZE = 384
 """Of the square matrices that are multiplied between two collectives."""
+BETWEEN_SECONDS = 0.005
+"""What a core computes on average between two collectives, and on either side of a message."""
+MESSAGE_ROUNDS = 11
+"""Of messages amid computing, whose times are differences."""
 WORK_SECONDS, WORK_REPEATS = 0.02, 25
 """Computing between two meetings of ranks, and how often their waits are seen."""
 LEAST_SECONDS = 1e-7
@@ -88,6 +92,14 @@ class Peers(Protocol):
 
     def barrier(self) -> None:
         """Wait for every rank."""
+
+
+@runtime_checkable
+class Poster(Protocol):
+    """What can begin a receive before it is needed, as executors do where they can."""
+
+    def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
+        """Begin to receive from rank `source`."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +178,8 @@ def time_collectives(
         for nbytes in sizes
         if number == 0 or kind is not Collective.SEND
     ]
-    found = [_timing(peers, *case, repeats) for case in cases]
+    work = _between(peers)
+    found = [_timing(peers, *case, repeats, work) for case in cases]
     return [
         each if each.kind is Collective.SEND else replace(each, wait=waits[each.size])
         for each in found
@@ -340,8 +353,62 @@ def _ping_pong(peers: Peers, tensor: Tensor) -> None:
             peers.send(received, 0)
 
 
+def _message(peers: Peers, nbytes: int, size: int, repeats: int) -> CollectiveTiming:
+    """Mean seconds that a message from rank 0 to rank 1 adds to what two busy cores compute.
+
+    Between processes of one machine a message is carried by threads that want the cores on which
+    the ranks compute: sender and receiver lose what these take, and what it costs to get a core
+    back. So both compute before and behind each message, which is awaited from the start, and
+    what a round takes without messages is taken off. The median of the rounds counts.
+    """
+    numel, work, sends, takes = nbytes // 4, _product(peers), peers.rank == 0, peers.rank == 1
+    message = torch.rand(numel, device=peers.device)
+    # Where messages have no tags, a receive is posted for all ranks to see, or not at all.
+    posts = takes and isinstance(peers, Poster) and not hasattr(peers, "open")
+    seconds = _seconds_of(peers, work)
+    count = max(1, round(BETWEEN_SECONDS / seconds)) if peers.rank < 2 else 0
+
+    def once(*, with_message: bool) -> None:
+        if with_message and posts:
+            assert isinstance(peers, Poster)
+            peers.post([(numel,)], message.dtype, 0, 0)
+        for _ in range(count):
+            work()
+        if with_message and sends:
+            peers.send(message, 1)
+        for _ in range(count):
+            work()
+        if with_message and takes:
+            peers.recv((numel,), message.dtype, 0)
+
+    def round_of(*, with_message: bool) -> float:
+        peers.barrier()
+        start = time.perf_counter_ns()
+        for _ in range(repeats):
+            once(with_message=with_message)
+        return (time.perf_counter_ns() - start) * 1e-9 / repeats
+
+    round_of(with_message=True)
+    mine = np.array(
+        [
+            [round_of(with_message=with_message) for with_message in (True, False)]
+            for _ in range(MESSAGE_ROUNDS)
+        ]
+    )
+    both = _over_ranks(peers, mine if peers.rank < 2 else -mine, "max")
+    added = [max(float(each), LEAST_SECONDS) for each in both[:, 0] - both[:, 1]]
+    typical = statistics.median(added)
+    spread, made = statistics.stdev(added) / typical, MESSAGE_ROUNDS * repeats
+    return CollectiveTiming(Collective.SEND, nbytes, size, typical, spread, made)
+
+
 def _timing(
-    peers: Peers, kind: Collective, nbytes: int, size: int, repeats: int
+    peers: Peers,
+    kind: Collective,
+    nbytes: int,
+    size: int,
+    repeats: int,
+    work: Callable[[], object],
 ) -> CollectiveTiming:
     """Mean seconds of a collective amid computing, from when its last rank is there.
 
@@ -352,8 +419,10 @@ def _timing(
     a rank waits for the scheduler, and a step of many collectives pays for that too. The median of
     the rounds counts, so that one in which the machine did something else does not.
     """
+    if kind is Collective.SEND and peers.device.type == "cpu":
+        return _message(peers, nbytes, size, repeats)
     run = _collective(peers, kind, nbytes // 4, size)
-    compute = _computation(peers, kind)
+    compute = _computation(peers, kind, work)
 
     def once() -> float:
         compute()
@@ -380,14 +449,15 @@ def _timing(
     )
 
 
-def _computation(peers: Peers, kind: Collective) -> Callable[[], object]:
-    """Some milliseconds of work for a core, as between two collectives of a step.
+def _computation(
+    peers: Peers, kind: Collective, work: Callable[[], object]
+) -> Callable[[], object]:
+    """Some milliseconds of computing, as between two collectives of a step.
 
     Every call takes from half to one and a half of the mean, another share on every rank: ranks
     that come at the same instant find each other awake, which they are not in a step. Of a message
     the receiver always comes first, since only the sender knows when it began.
     """
-    product = _product(peers)
     counts = [(peers.rank + k) % 3 + 1 for k in (0, 2, 1, 1, 0, 2)]
     if kind is Collective.SEND:
         counts = [2, 3] if peers.rank == 0 else [1]
@@ -395,9 +465,27 @@ def _computation(peers: Peers, kind: Collective) -> Callable[[], object]:
 
     def compute() -> None:
         for _ in range(next(shares)):
-            product()
+            work()
 
     return compute
+
+
+def _between(peers: Peers) -> Callable[[], object]:
+    """Half of what a device computes between two collectives.
+
+    What carries the bytes between processes has to get back cores that have been busy for long:
+    the latency of two of them is 0.6 ms behind a millisecond of computing, 1.4 ms behind eleven.
+    """
+    product = _product(peers)
+    if peers.device.type != "cpu":
+        return product
+    count = max(1, round(BETWEEN_SECONDS / 2 / _seconds_of(peers, product)))
+
+    def work() -> None:
+        for _ in range(count):
+            product()
+
+    return work
 
 
 def _product(peers: Peers) -> Callable[[], object]:
@@ -422,11 +510,22 @@ def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
         return (time.perf_counter_ns() - start) * 1e-9 if works else 0.0
 
     seconds(1)
-    (once,) = _over_ranks(peers, np.array([seconds(4) / 4]), "max")
-    count = max(1, round(WORK_SECONDS / once))
+    count = max(1, round(WORK_SECONDS / _seconds_of(peers, work)))
     mine = np.array([seconds(count) for _ in range(WORK_REPEATS)])
     mean = _over_ranks(peers, mine, "sum") / size
     return float(np.mean(_over_ranks(peers, mine, "max") / mean - 1))
+
+
+def _seconds_of(peers: Peers, work: Callable[[], object]) -> float:
+    """What some work takes the slowest rank, when all of them do it."""
+    peers.barrier()
+    work()
+    start = time.perf_counter_ns()
+    for _ in range(4):
+        work()
+    _finish(peers.device)
+    (most,) = _over_ranks(peers, np.array([(time.perf_counter_ns() - start) * 0.25e-9]), "max")
+    return float(most)
 
 
 def _over_ranks(peers: Peers, values: Floats, op: Literal["sum", "max"]) -> Floats:

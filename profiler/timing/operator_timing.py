@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -30,11 +30,7 @@ from stratagem.simulator.torch_ops.kernels.shards import FasterKernels, whole
 T = TypeVar("T")
 
 CPU_EVICT_BYTES = 8 * 2**20
-"""Overwrites a core's own caches. Outer ones also hold the interpreter, which a step leaves there.
-
-Transformer layers of hidden size 128 took 1.46 × their time in a step when 64 MiB were evicted,
-0.92 × with nothing evicted, and 0.96 × with this.
-"""
+"""What a step of a small model touches between two uses of a weight, where nobody says more."""
 CUDA_EVICT_BYTES = 256 * 2**20
 
 
@@ -68,15 +64,18 @@ class Effort:
     """When to stop repeating: the median is as sure as `relative_error`, or `seconds` are spent.
 
     `min_repeats` are made in any case. Before each, `evict_bytes` are overwritten, since in a step
-    many other operators run between two uses of a weight; None takes what suits the device. What
-    was timed while the device was more than `max_drift` slower than at its best is timed again.
+    many other operators run between two uses of a weight; None takes what suits the device. On a
+    CPU that pushes the interpreter out of the caches too, which a step does not; so where code is
+    to be `warm_code`, the same operator runs on other tensors in between. What was timed while the
+    device was more than `max_drift` slower than at its best is timed again.
     """
 
-    seconds: float = 0.5
-    relative_error: float = 0.01
+    seconds: float = 0.3
+    relative_error: float = 0.02
     min_repeats: int = 5
     evict_bytes: int | None = None
     max_drift: float = 0.1
+    warm_code: bool = True
 
     def __post_init__(self) -> None:
         if self.min_repeats < 2:
@@ -101,8 +100,8 @@ def time_operator(
 
     As in the executor, forward sees its inputs through their views and autograd records it;
     backward is one call of autograd for the gradients of all inputs and trained weights. What the
-    pass before has just made is warm in the caches, all else is cold. Where memory does not
-    suffice, the measurements say so in `error`.
+    pass before has just made is warm in the caches, and so is the code; all other tensors are
+    cold, results included. Where memory does not suffice, the measurements say so in `error`.
 
     Args:
         operator: any kind but ``source``, which costs nothing.
@@ -121,14 +120,25 @@ def time_operator(
     clock = clock_of(given)
     try:
         with num_threads(threads):
-            if given.type == "cpu":
-                check_memory(operator, training)
-            return _time_trial(Trial(operator, training, given, faster), clock, effort)
+            if given.type != "cpu":
+                return _time_trial(Trial(operator, training, given, faster), None, clock, effort)
+            check_memory(operator, training)
+            make = partial(Trial, operator, training, given, faster)
+            twice = effort.warm_code and _fits_twice(operator, training)
+            return _time_trial(make(), make() if twice else None, clock, effort)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             error.add_note(f"while timing operator {operator.name!r} ({operator.kind})")
             raise
         return failed_timing(f"out of memory: {error}")
+
+
+def _fits_twice(operator: Operator, training: Training) -> bool:
+    try:
+        check_memory(operator, training, copies=2)
+    except MemoryError:
+        return False
+    return True
 
 
 def failed_timing(error: str) -> Timing:
@@ -198,18 +208,30 @@ def operator_work(operator: Operator, training: Training) -> Callable[[], None]:
     return Trial(operator, training, torch.device("cpu")).run
 
 
-def _time_trial(trial: Trial, clock: DeviceClock, effort: Effort) -> Timing:
+def _time_trial(trial: Trial, other: Trial | None, clock: DeviceClock, effort: Effort) -> Timing:
+    """Both passes of a trial, each behind that of the `other`, whose results stay meanwhile."""
     evict = evictor(trial.device, effort)
     hosts: tuple[list[float], list[float]] = [], []
+    others: list[Sequence[Tensor | None]] = []
+
+    def before_forward() -> None:
+        others.clear()
+        evict()
+        if other is not None:
+            others.append(other.forward())
+
+    def before_backward() -> None:
+        evict()
+        if other is not None:
+            others.append(other.backward([made for made in others[0] if made is not None]))
 
     def run() -> tuple[float, ...]:
-        forward, outputs = timed(trial.forward, clock, evict, warm=trial.operands.inputs)
+        inputs, made = trial.operands.inputs, trial.output_gradients
+        forward, outputs = timed(trial.forward, clock, before_forward, warm=inputs)
         hosts[0].append(clock.host_seconds)
         if not trial.has_backward:
             return (forward,)
-        backward, _ = timed(
-            lambda: trial.backward(outputs), clock, evict, warm=trial.output_gradients
-        )
+        backward, _ = timed(lambda: trial.backward(outputs), clock, before_backward, warm=made)
         hosts[1].append(clock.host_seconds)
         return forward, backward
 

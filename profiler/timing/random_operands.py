@@ -62,13 +62,13 @@ def viewed(tensor: Tensor, read: Input, sizes: Mapping[str, int]) -> Tensor:
     return tensor.reshape(shape_of(read.layout, sizes))
 
 
-def check_memory(operator: Operator, training: Training) -> None:
-    """Refuse what would not fit in this machine's memory, where an attempt could end the process.
+def check_memory(operator: Operator, training: Training, *, copies: int = 1) -> None:
+    """Refuse so many copies as would not fit in memory, where an attempt could end the process.
 
     Raises:
         MemoryError: names the bytes that are needed (tensors and gradients) and available.
     """
-    needed = 2 * tensor_bytes(operator, operator.sizes, training)
+    needed = 2 * copies * tensor_bytes(operator, operator.sizes, training)
     available = _available_bytes()
     if available is not None and needed > available:
         raise MemoryError(

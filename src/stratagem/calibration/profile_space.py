@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +30,6 @@ from stratagem.profiler.timing.profile_operators import LocalSizes, profile_oper
 from stratagem.profiler.timing.session import ProfileProgress, ProfileReport
 from stratagem.profiler.timing.update_timing import profile_updates
 from stratagem.searcher.space.skeletons import operator_choices, skeletons
-from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.cluster import Cluster
@@ -36,11 +37,15 @@ from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import Direction, local_operator
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.operators.operator import Operator, factor_sizes
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
 
 Local = tuple[Operator, LocalSizes]
+LEAST_SPENT = 1e-9
+LEAST_TOUCHED, MOST_TOUCHED = 8 * 2**20, 128 * 2**20
+"""Bytes between two uses of a weight on a CPU: fewer leave the caches of a core as they are, and
+more push out nothing that these would not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +97,7 @@ def profile_wanted(
     training: Training,
     *,
     cache: str | Path | None = None,
+    touched: int | None = None,
     limit: int | None = None,
     seconds: float | None = None,
     effort: Effort | None = None,
@@ -104,6 +110,8 @@ def profile_wanted(
         cluster: of one device type: CPUs, or the GPU of this machine.
         training: precision and optimizer.
         cache: the file of the timing cache; the user's own when left out.
+        touched: bytes that a device touches in a step: on a CPU so many are overwritten between
+            two uses of an operator, within reason, unless `effort` says how many.
         limit: how many of the operators to look at.
         seconds: how long timing operators may take.
         effort: how long to go on with each operator.
@@ -117,11 +125,17 @@ def profile_wanted(
     kind, device = device_here(cluster)
     load = cluster.devices_per_node - 1 if device == "cpu" else 0
     environment = describe_environment(device, load=load)
+    effort = evicting(effort or Effort(), touched, device)
     with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
 
+        began = time.monotonic()
+
         def tell(at: ProfileProgress) -> None:
-            left = "" if at.seconds_left is None else f"{format_duration(at.seconds_left)} left, "
-            show("profiling operators", at.done / at.total, f"{left}{at.operator}")
+            # As a share of the time, so that what the bar says of the rest is the estimate.
+            done, spent = at.done / at.total, time.monotonic() - began
+            if at.seconds_left is not None:
+                done = spent / max(spent + at.seconds_left, LEAST_SPENT)
+            show("profiling operators", done, at.operator)
 
         report = profile_operators(
             operators[:limit],
@@ -150,6 +164,13 @@ def profile_wanted(
         return Profiled(costs, report, beyond, kind, timings.path)
 
 
+def evicting(effort: Effort, touched: int | None, device: str) -> Effort:
+    """An effort that overwrites what a step touches on a CPU, unless it says how much itself."""
+    if device != "cpu" or effort.evict_bytes is not None or touched is None:
+        return effort
+    return replace(effort, evict_bytes=min(max(touched, LEAST_TOUCHED), MOST_TOUCHED))
+
+
 def profile_host(timings: TimingCache, device: str, *, load: int = 0) -> None:
     """Measure once what the executor's host does beside kernels: around them, or launching them.
 
@@ -172,11 +193,13 @@ class Wanted:
         operators: distinct local ones, the most valuable first.
         cluster: whose device they are timed as.
         training: precision and optimizer.
+        touched: bytes that a device touches in a step, see `touched_bytes`.
     """
 
     operators: list[Local]
     cluster: Cluster
     training: Training
+    touched: int
 
 
 def wanted_operators(
@@ -200,11 +223,38 @@ def wanted_operators(
     """
     if plan is not None:
         _check_same(plan, cluster, training)
-        return Wanted(planned_operators(graph, plan), plan.cluster, plan.training)
+        touched = touched_bytes(graph, plan.cluster, plan.training)
+        return Wanted(planned_operators(graph, plan), plan.cluster, plan.training, touched)
     if cluster is None:
         raise ValueError("profile: neither a cluster nor a plan is given; give one of them")
     used = training or Training()
-    return Wanted(space_operators(graph, cluster, used), cluster, used)
+    touched = touched_bytes(graph, cluster, used)
+    return Wanted(space_operators(graph, cluster, used), cluster, used, touched)
+
+
+def touched_bytes(graph: OperatorGraph, cluster: Cluster, training: Training) -> int:
+    """Bytes of a device's share of parameters, gradients, optimizer states and results of a step.
+
+    Example:
+        >>> from examples.models import MLP
+        >>> import torch
+        >>> from stratagem import capture
+        >>> inputs = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+        >>> graph = capture(MLP([8, 6, 5]), inputs)
+        >>> touched_bytes(graph, Cluster.preset("local-cpu"), Training())
+        818
+    """
+    states = sum(
+        math.prod(parameter.shape) * (training.parameter_bytes + training.gradient_bytes)
+        + training.state_bytes(math.prod(parameter.shape), parameter.shape)
+        for parameter in graph.parameters
+    )
+    made = sum(
+        math.prod(factor_sizes(output.layout, operator.sizes)) * training.bytes_of(output.dtype)
+        for operator in graph.operators
+        for output in operator.outputs
+    )
+    return (states + made) // cluster.num_devices
 
 
 def _check_same(plan: Plan, cluster: Cluster | None, training: Training | None) -> None:

@@ -97,7 +97,11 @@ def profile(
         check_links(place)
     try:
         done = profile_space.profile_wanted(
-            wanted.operators, place, training, cache=cache, limit=limit, seconds=seconds
+            *(wanted.operators, place, training),
+            cache=cache,
+            touched=wanted.touched,
+            limit=limit,
+            seconds=seconds,
         )
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ["interrupted"]):

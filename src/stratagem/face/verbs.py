@@ -285,6 +285,7 @@ def profile(
         wanted.cluster,
         wanted.training,
         cache=cache,
+        touched=wanted.touched,
         limit=max_operators,
         seconds=seconds,
         effort=effort,

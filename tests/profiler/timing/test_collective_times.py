@@ -7,6 +7,7 @@ import math
 import time
 
 import pytest
+import torch
 
 from stratagem.calibration.executor_measurements import measure_links
 from stratagem.executor.backends.threads import run_local
@@ -17,7 +18,7 @@ from stratagem.profiler import (
     time_collectives,
 )
 from stratagem.profiler.timing import collective_timing
-from stratagem.profiler.timing.collective_timing import KINDS, ROUNDS
+from stratagem.profiler.timing.collective_timing import KINDS, MESSAGE_ROUNDS, ROUNDS
 from stratagem.simulator.hardware.cluster import Link
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import axis_link
@@ -105,7 +106,8 @@ class TestLinks:
             for kind in KINDS
             if size == 2 or kind is not Collective.SEND
         ]
-        assert all(t.repeats == 2 * ROUNDS and t.spread >= 0 for t in found[0])
+        rounds = dict.fromkeys(KINDS, ROUNDS) | {Collective.SEND: MESSAGE_ROUNDS}
+        assert all(t.repeats == 2 * rounds[t.kind] and t.spread >= 0 for t in found[0])
         waits = {t.size: t.wait for t in found[0] if t.kind is not Collective.SEND}
         assert all(t.wait == waits[t.size] for t in found[0] if t.kind is not Collective.SEND)
         assert min(waits.values()) > 0
@@ -113,7 +115,7 @@ class TestLinks:
     def test_waiting_for_a_late_rank_is_no_time_of_a_collective(self, monkeypatch):
         """Ranks that come 20 ms apart, and a collective that takes 2 ms from the last one on."""
 
-        def computing(peers, kind):
+        def computing(peers, kind, work):
             late = itertools.cycle([peers.rank, 1 - peers.rank])
             return lambda: time.sleep(0.02 * next(late))
 
@@ -130,6 +132,58 @@ class TestLinks:
             2, lambda comm: time_collectives(comm, [64], kinds=[Collective.ALL_REDUCE], repeats=6)
         )[0]
         assert 0.002 <= found.seconds < 0.015
+
+    @pytest.mark.parametrize("posts", [True, False])
+    def test_a_message_is_what_it_adds_to_computing(self, monkeypatch, posts):
+        """Carried by the sender for 2 ms, between 2 ms of computing on either side of it.
+
+        What is posted is posted before the receiver computes, and taken behind that.
+        """
+        did = []
+
+        class Wire:
+            device, world_size = torch.device("cpu"), 2
+
+            def __init__(self, comm):
+                self.comm, self.rank = comm, comm.rank
+                self.all_reduce, self.barrier = comm.all_reduce, comm.barrier
+
+            def prepare(self, groups):
+                self.comm.prepare(groups)
+
+            def send(self, tensor, target):
+                time.sleep(0.002)
+                self.comm.send(tensor, target)
+
+            def recv(self, shape, dtype, source):
+                did.append("recv")
+                return self.comm.recv(shape, dtype, source)
+
+        class Posting(Wire):
+            def post(self, shapes, dtype, source, tag):
+                did.append("post")
+
+        def product(peers):
+            def work():
+                time.sleep(0.002)
+                if peers.rank == 1:
+                    did.append("work")
+
+            return work
+
+        monkeypatch.setattr(collective_timing, "_product", product)
+        monkeypatch.setattr(collective_timing, "BETWEEN_SECONDS", 0.002)
+        monkeypatch.setattr(collective_timing, "_wait", lambda *given: 0.0)
+        (found,) = run_local(
+            2,
+            lambda comm: time_collectives(
+                (Posting if posts else Wire)(comm), [64], kinds=[Collective.SEND], repeats=3
+            ),
+        )[0]
+        assert 0.0018 <= found.seconds < 0.008
+        taken = did.index("recv")
+        before = ["post", "work", "work"] if posts else ["work", "work"]
+        assert did[taken - len(before) : taken] == before
 
     def test_ranks_wait_for_whichever_is_slow(self, monkeypatch):
         """Two ranks that take turns to take twice as long: the last takes 4 ms, the mean 3."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 
@@ -35,6 +36,7 @@ from stratagem.profiler.machine.device_clocks import (
     MOST_AHEAD,
     CudaClock,
 )
+from stratagem.profiler.timing import operator_timing
 from stratagem.profiler.timing.operator_timing import Trial, operator_work, timed
 from stratagem.profiler.timing.random_operands import random_operands, viewed
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -247,6 +249,61 @@ class TestTiming:
         shapes = [tuple(g.shape) for g in gradients if g is not None]
         assert shapes == [tuple(leaf.shape) for leaf in trial.leaves]
         assert len(shapes) == 3
+
+    @pytest.mark.parametrize("warm_code", [True, False])
+    def test_another_instance_runs_between_the_eviction_and_the_clock(
+        self, monkeypatch, warm_code
+    ):
+        """A step leaves code in caches and no tensors: evicting both made small operators slow.
+
+        The results of the other instance stay meanwhile, so that those timed lie elsewhere.
+        """
+        did, kept = [], []
+
+        class Noted(Trial):
+            def __init__(self, *given):
+                super().__init__(*given)
+                self.name = f"trial {len(made)}"
+                made.append(self)
+
+            def forward(self):
+                outputs = super().forward()
+                if hasattr(self, "name"):
+                    did.append(f"{self.name} forward")
+                    kept.append((self.name, outputs[0].data_ptr()))
+                return outputs
+
+            def backward(self, outputs):
+                did.append(f"{self.name} backward")
+                return super().backward(outputs)
+
+        made = []
+        monkeypatch.setattr(operator_timing, "Trial", Noted)
+        monkeypatch.setattr(operator_timing, "evictor", lambda *g: lambda: did.append("evict"))
+        time_operator(LINEAR, Training(), effort=dataclasses.replace(QUICK, warm_code=warm_code))
+        timed, *others = made
+        assert len(others) == warm_code
+        between = [[f"{o.name} {what}" for o in others] for what in ("forward", "backward")]
+        once = [
+            *("evict", *between[0], f"{timed.name} forward"),
+            *("evict", *between[1], f"{timed.name} backward"),
+        ]
+        assert did == once * (1 + QUICK.min_repeats)
+        for one, following in itertools.pairwise(kept):
+            if one[0] != timed.name and following[0] == timed.name:
+                assert one[1] != following[1]
+
+    def test_what_fits_in_memory_only_once_is_timed_by_itself(self, monkeypatch):
+        checked = []
+
+        def check(operator, training, *, copies=1):
+            checked.append(copies)
+            if copies == 2:
+                raise MemoryError("needs more")
+
+        monkeypatch.setattr(operator_timing, "check_memory", check)
+        assert not time_operator(LINEAR, Training(), effort=QUICK).forward.error
+        assert checked == [1, 2]
 
     def test_repeats_go_on_until_the_median_is_sure(self):
         effort = Effort(seconds=60.0, relative_error=1e9, min_repeats=4, evict_bytes=0)

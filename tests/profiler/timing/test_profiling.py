@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from stratagem.calibration import profile_space
 from stratagem.calibration.profile_space import planned_operators, space_operators
 from stratagem.cli.app import app
-from stratagem.profiler import Effort, TimingCache
+from stratagem.profiler import Effort, ProfileReport, TimingCache
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -129,6 +129,59 @@ def test_what_is_timed_is_what_a_rank_runs(
     assert losses.passes["forward"] >= QUICK.min_repeats
     assert losses.passes["backward"] >= QUICK.min_repeats
     assert len(drawn) >= QUICK.min_repeats
+
+
+@pytest.mark.parametrize(
+    ("touched", "asked", "evicted"),
+    [
+        (None, None, None),
+        (100, None, 8 * 2**20),
+        (50 * 2**20, None, 50 * 2**20),
+        (10**12, None, 128 * 2**20),
+        (10**12, 5, 5),
+    ],
+)
+def test_as_much_is_evicted_as_a_step_touches(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    touched: int | None,
+    asked: int | None,
+    evicted: int | None,
+) -> None:
+    """Steps of a GPT on two cores were a fifth longer than predicted with 8 MiB whatever it is."""
+    efforts = []
+    report = ProfileReport(0, 0, 0.0)
+
+    def profile_operators(*given, effort: Effort, **how) -> ProfileReport:
+        efforts.append(effort)
+        return report
+
+    def profile_updates(*given, effort: Effort, **how) -> None:
+        efforts.append(effort)
+
+    monkeypatch.setattr(profile_space, "profile_operators", profile_operators)
+    monkeypatch.setattr(profile_space, "profile_updates", profile_updates)
+    monkeypatch.setattr(profile_space, "profile_dispatch", lambda *given, **how: None)
+    profile_space.profile_wanted(
+        *([], Cluster.preset("local-cpu", devices_per_node=2), Training()),
+        cache=tmp_path / "timings.sqlite",
+        touched=touched,
+        effort=Effort(evict_bytes=asked),
+        progress=False,
+    )
+    assert [each.evict_bytes for each in efforts] == [evicted, evicted]
+
+
+def test_a_step_touches_states_and_results() -> None:
+    """By hand: parameters four times (Adam), and what every operator makes, on two devices."""
+    graph = mlp([16, 24, 16], batch=8)
+    cluster = Cluster.preset("local-cpu", devices_per_node=2)
+    parameters = 16 * 24 + 24 + 24 * 16 + 16
+    given, linears, chain, rest = 8 * 16 * 4 + 8 * 8, 8 * (24 + 16) * 4, 8 * 24 * 4, 8 + 4
+    made = given + linears + chain + rest  # The rest: the count of labels, and the loss.
+    assert profile_space.touched_bytes(graph, cluster, Training()) == (16 * parameters + made) // 2
+    sgd = profile_space.touched_bytes(graph, cluster, Training(optimizer="sgd"))
+    assert sgd == (8 * parameters + made) // 2
 
 
 @pytest.fixture
