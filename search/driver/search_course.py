@@ -92,6 +92,7 @@ class SearchCourse:
         self.trace: list[TracePoint] = []
         self.evaluations = 0
         self._bound, self._bounded_at = 0.0, -np.inf
+        self._fraction = 0.0
         self.notes: dict[str, str] = {}
         self._sharpener = Sharpener(
             space.situation,
@@ -555,12 +556,13 @@ class SearchCourse:
     # -- to whoever watches, and the clock ------------------------------------------------------
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
-        """Tell whoever watches."""
+        """Tell whoever watches; what comes once more goes on from where the search is."""
         now = time.monotonic()
+        self._fraction = max(self._fraction, fraction)
         if now >= self._bounded_at + BOUNDED_EVERY:
             self._bound, self._bounded_at = self.space.known_bound(self.incumbent.time), now
         best = self.incumbent.time if best is None else best
-        self._show(SearchProgress(phase, fraction, best, min(self._bound, best)))
+        self._show(SearchProgress(phase, self._fraction, best, min(self._bound, best)))
 
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)

@@ -45,6 +45,7 @@ _HOMES = {
     "RunForecast": "stratagem.simulator.forecast.run_forecast",
     "Robustness": "stratagem.searcher.report.robustness",
     "Rule": "stratagem.searcher.space.constraints",
+    "SearchProgress": "stratagem.searcher.driver.incumbent",
     "SearchResult": "stratagem.searcher.driver.result",
     "Simulation": "stratagem.simulator.simulation.simulation",
     "Stage": "stratagem.simulator.plan.plan",

@@ -106,6 +106,20 @@ def test_search_then_simulate_agree(graph: OperatorGraph) -> None:
     assert sg.simulate(result.plan, graph).step_time == result.simulation.step_time
 
 
+def test_a_function_is_told_where_a_search_is(graph: OperatorGraph) -> None:
+    """It once counted as True, in silence; so did a number and the name of a bar."""
+    cluster, told = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2), []
+    budget = sg.Budget(evaluations=50)
+    result = sg.search(graph, cluster, budget=budget, progress=told.append)
+    assert told
+    assert all(isinstance(each, sg.SearchProgress) for each in told)
+    fractions = [each.fraction for each in told]
+    assert fractions == sorted(fractions)
+    assert min(each.best for each in told) >= result.simulation.step_time * 0.999
+    with pytest.raises(TypeError, match="progress is 'bar'; it says whether a bar is shown"):
+        sg.search(graph, cluster, budget=budget, progress="bar")
+
+
 def test_simulate_refuses_another_models_plan(graph: OperatorGraph) -> None:
     cluster = sg.Cluster.preset("dgx-a100", num_nodes=1)
     result = sg.search(graph, cluster, budget=sg.Budget(evaluations=0), progress=False)

@@ -31,7 +31,14 @@ def progress_bar(*, enabled: bool = True) -> Iterator[Show]:
     Example:
         >>> with progress_bar(enabled=False) as show:
         ...     show("searching", 0.5, "best 18.0 ms")
+
+    Raises:
+        TypeError: when `enabled` is anything but True or False, such as a function to be told.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"progress is {enabled!r}; it says whether a bar is shown: give True or False"
+        )
     console = Console(stderr=True, markup=False, emoji=False)
     if not enabled:
         yield lambda what, fraction, remark: None

@@ -127,7 +127,6 @@ def profile_wanted(
     environment = describe_environment(device, load=load)
     effort = evicting(effort or Effort(), touched, device)
     with TimingCache(cache) as timings, progress_bar(enabled=progress) as show:
-
         began = time.monotonic()
 
         def tell(at: ProfileProgress) -> None:

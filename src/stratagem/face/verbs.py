@@ -64,7 +64,7 @@ def search(
     num_threads: int | None = None,
     num_rewritten: int = 0,
     prefer: str = "fastest",
-    progress: bool = True,
+    progress: bool | Callable[[SearchProgress], None] = True,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and bound the best there can be.
 
@@ -107,7 +107,9 @@ def search(
         prefer: ``"fastest"``, or ``"simplest"``: of the plans within 5 % of the fastest, which no
             prediction tells apart, the one that treats like layers most alike; the result has both
             (`SearchResult.simplicity`, `SearchResult.fastest`).
-        progress: False shows nothing.
+        progress: True shows a bar, False nothing; a function is told instead where the search is,
+            some times a second, and may raise KeyboardInterrupt to end it with the best plan
+            until then.
 
     Returns:
         The best plan that fits, beside every baseline, and what no plan can be under; where
@@ -118,7 +120,8 @@ def search(
             leave nothing that both allow; an unknown name; a checkpoint or a plan to start from
             that is not for this search.
     """
-    with progress_bar(enabled=progress) as show:
+    told = progress if callable(progress) else None
+    with progress_bar(enabled=False if callable(progress) else progress) as show:
         return searching.search(
             graph,
             cluster,
@@ -138,7 +141,7 @@ def search(
             num_threads=num_threads,
             num_rewritten=num_rewritten,
             prefer=prefer,
-            progress=_shown_by(show),
+            progress=told or _shown_by(show),
         )
 
 
@@ -421,7 +424,7 @@ def execute(
             "backend='nccl' to train on the GPUs of this machine",
             stacklevel=2,
         )
-    with progress_bar(enabled=progress and steps > 1) as show:
+    with progress_bar(enabled=progress if steps > 1 else False) as show:
         result = run(
             plan,
             used,
