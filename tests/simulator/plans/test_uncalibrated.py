@@ -25,7 +25,10 @@ from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.face.test_cli import call
 
 SAID = "not calibrated"
-UNMEASURED = ("dgx-a100", "dgx-a100-40", "dgx-h100", "dgx-h200")
+UNMEASURED = (
+    *("dgx-2", "dgx-a100", "dgx-a100-40", "dgx-h100", "dgx-h200"),
+    *("k80-56g", "p100-100g", "v100-10g"),
+)
 
 
 def small() -> OperatorGraph:

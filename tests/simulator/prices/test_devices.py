@@ -34,7 +34,8 @@ from tests.support.examples import examples
 BFLOAT16 = Training("bfloat16")
 COSTS = KernelModelCosts()
 MEASURED = ("V100-16GB", "A100-80GB", "H100-80GB", "A40")
-FITTED = tuple(name for name in device_names() if name != "cpu")
+ROOFLINES = ("K80", "P100-16GB", "cpu")
+FITTED = tuple(name for name in device_names() if name not in ROOFLINES)
 
 
 def small_gpt(*, hidden: int = 1024, num_heads: int = 16, batch: int = 4) -> OperatorGraph:
@@ -75,6 +76,8 @@ def test_bundled_devices() -> None:
         "H100-80GB",
         "H200",
         "A40",
+        "K80",
+        "P100-16GB",
         "cpu",
     }
 
@@ -95,6 +98,16 @@ def test_every_precision_has_constants_that_say_where_they_are_from(name: str) -
     assert device.products["bfloat16"].relative_error > own.relative_error
     for constants in (device.memory, device.attention, *device.products.values()):
         assert 0.0 < constants.relative_error < 0.5
+
+
+@pytest.mark.parametrize("name", ROOFLINES)
+def test_devices_that_nobody_timed_are_rooflines(name: str) -> None:
+    device = DeviceType.preset(name)
+    assert (device.products, device.memory, device.attention) == ({}, None, None)
+    graph = resnet(18, batch=8)
+    for operator in (first(graph, "conv2d"), first(graph, "elementwise")):
+        given = operator, operator.sizes, Direction.FORWARD, Training(), device
+        assert COSTS.operator_cost(*given) == RooflineCosts().operator_cost(*given)
 
 
 def test_sibling_differs_in_what_its_data_sheet_says() -> None:
