@@ -1,0 +1,1 @@
+"""What founding papers of the field published, measured again with this library."""
