@@ -17,7 +17,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.generics import is_generic
 from stratagem.simulator.operators.operator import Operator
 from tests.executor.programs.test_live import measured_peaks
-from tests.support.plans import Case, make_case, make_plan, sharding, whole
+from tests.support.plans import Case, crossed, make_case, make_plan, sharding, whole
 
 torch.set_num_threads(1)
 
@@ -75,24 +75,25 @@ def storage(tensor: Tensor) -> int:
 
 
 SIZES = [(7, 4), (20, 9), (50, 16)]
-LSTMS = {
+LSTMS = {  # In an order that has few steps of what has layers or ways where one in three is run.
+    "two layers both ways": nn.LSTM(24, 256, 2, bidirectional=True, batch_first=True),
     "one layer": nn.LSTM(16, 32),
-    "samples first": nn.LSTM(40, 20, batch_first=True),
     "both ways": nn.LSTM(16, 64, bidirectional=True),
     "three layers": nn.LSTM(300, 17, 3, batch_first=True),
-    "two layers both ways": nn.LSTM(24, 256, 2, bidirectional=True, batch_first=True),
+    "samples first": nn.LSTM(40, 20, batch_first=True),
     "without biases": nn.LSTM(5, 128, bias=False),
 }
 
 
-@pytest.mark.parametrize("name", LSTMS)
-@pytest.mark.parametrize(("steps", "samples"), SIZES)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "size", "precision"), crossed(LSTMS, SIZES, ["float32", "bfloat16"], every=3)
+)
 def test_what_is_predicted_is_what_torch_saves(
-    name: str, steps: int, samples: int, precision: str
+    name: str, size: tuple[int, int], precision: str
 ) -> None:
     if precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no AVX-512: torch does not run bfloat16 by oneDNN")
+    steps, samples = size
     inner = LSTMS[name]
     operator = recurrence_of(recurrent(inner, steps, samples))
     found = kept_on_cpu(operator, operator.sizes, Training(precision))
@@ -168,7 +169,7 @@ def test_torch_without_onednn_keeps_no_workspace() -> None:
 @pytest.mark.parametrize("ways", [1, 2])
 def test_a_rank_holds_what_is_predicted(inner: nn.LSTM, ways: int) -> None:
     """Ranks of CPUs held 1.4 to 1.7 times of it. Parameters are few: see limits of gradients."""
-    case = recurrent(inner, 40, 32)
+    case = recurrent(inner, 10, 128)
     training = Training(optimizer="sgd")
     plan = make_plan(case, sharding("sample"), (ways,), training=training)
     plan = replace(plan, cluster=Cluster.preset("local-cpu"))
