@@ -34,6 +34,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import Simulation
+from tests.support.plans import crossed
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 COSTS = RooflineCosts()
@@ -120,8 +121,7 @@ def random_choice(p: Problem, seed: int) -> Ints:
     return np.random.default_rng(seed).integers(0, counts)
 
 
-@pytest.mark.parametrize("wide", [0.0, 0.5])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("wide", "name"), crossed([0.0, 0.5], CASES, every=2))
 def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: float) -> None:
     case = CASES[name]
     p = case.problem()
@@ -439,27 +439,61 @@ def test_phases_end_in_order() -> None:
         assert (np.diff(ends) >= 0).all()
 
 
-@pytest.mark.slow
-def test_no_kernel_reads_beyond_its_arrays(request: pytest.FixtureRequest) -> None:
-    """numba checks every index in another process, which keeps what it compiled for the next."""
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.search.moves.test_anneal import CASES, AnnealingChain, random_choice\n"
-        "for name in ('1f1b, a parameter tied across', 'four stages on one rank'):\n"
-        "    p = CASES[name].problem()\n"
-        "    for wide in (0.0, 0.5):\n"
-        "        chain = AnnealingChain(p, random_choice(p, 0), 1500, 0)\n"
-        "        chain._course[:, 1] = wide\n"
-        "        chain.advance(1500)\n"
-        "        assert chain.score() == chain.scores[0]\n"
-        "print('in bounds')\n"
-    )
-    kept = request.config.cache.mkdir("kernels_that_check_indices")
+def in_bounds(walks: str, **settings: str) -> bool:
+    """Whether lines about a chain of some problem `p` run in another process to their end."""
+    script = f"import sys; sys.path.insert(0, sys.argv[1])\n{walks}\nprint('in bounds')"
     done = subprocess.run(
         [sys.executable, "-c", script, str(Path(__file__).parents[3])],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(kept)},
+        env={**os.environ, **settings},
     )
     assert done.stdout.strip() == "in bounds", done.stderr[-2000:]
+    return True
+
+
+PLAIN_WALKS = """
+from tests.support.workers.plain_kernels import checked
+from tests.search.moves.test_anneal import CASES, AnnealingChain, random_choice
+for name, case in CASES.items():
+    p = case.problem()
+    chain = AnnealingChain(p, random_choice(p, 0), 100, 0)
+    for each in ("_arrays", "_course", "_rng", "scores", "best"):
+        setattr(chain, each, checked(getattr(chain, each)))
+    chain.restart(checked(chain.choice))
+    for wide in (0.0, 0.5):
+        chain._course[:, 1] = wide
+        chain.advance(50)
+        assert chain.score() == chain.scores[0], name
+for index in (-1, chain.best.size):
+    try:
+        chain.best[index]
+    except IndexError:
+        continue
+    raise AssertionError(f"{index} is taken for an index")
+"""
+
+COMPILED_WALKS = """
+from tests.search.moves.test_anneal import CASES, AnnealingChain, random_choice
+for name in ("1f1b, a parameter tied across", "four stages on one rank"):
+    p = CASES[name].problem()
+    for wide in (0.0, 0.5):
+        chain = AnnealingChain(p, random_choice(p, 0), 1500, 0)
+        chain._course[:, 1] = wide
+        chain.advance(1500)
+        assert chain.score() == chain.scores[0], name
+"""
+
+
+@pytest.mark.slow
+def test_no_kernel_reads_beyond_its_arrays() -> None:
+    """As Python, whose arrays check every index, and here also that none is below zero."""
+    assert in_bounds(PLAIN_WALKS)
+
+
+@pytest.mark.long
+def test_no_compiled_kernel_reads_beyond_its_arrays(request: pytest.FixtureRequest) -> None:
+    """numba checks every index in another process, which keeps what it compiled for the next."""
+    kept = request.config.cache.mkdir("kernels_that_check_indices")
+    assert in_bounds(COMPILED_WALKS, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(kept))
