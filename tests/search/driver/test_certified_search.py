@@ -36,7 +36,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
 
-CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
 
 def tiny_gpt() -> OperatorGraph:
@@ -88,7 +88,7 @@ def test_the_front_holds_no_plan_that_another_beats() -> None:
                 )
 
 
-@settings(max_examples=examples(10, few=3), deadline=None)
+@settings(max_examples=examples(10, few=2), deadline=None)
 @given(
     tensor=st.sampled_from([None, 1, 2]),
     pipeline=st.sampled_from([None, 1, 2]),
@@ -228,7 +228,7 @@ def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyP
     graph = tiny_gpt()
     found = quick(graph, budget=Budget(evaluations=0), num_skeletons=1, baselines=None)
     plan = found.baselines["ZeRO-3"].plan
-    mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 4),))
+    mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 2),))
     plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh),))
     problems: dict[Skeleton, list[Problem]] = {}
     searched: list[int] = []

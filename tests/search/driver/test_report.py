@@ -31,7 +31,7 @@ NASTY = "</script><script>document.title='taken over'</script><b>&amp;\u2028'\"{
 def pipelined() -> SearchResult:
     return sg.search(
         gpt(num_layers=4, **SIZES),
-        sg.Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4),
+        sg.Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2),
         budget=Budget(50),
         constraints=Constraints(pipeline=2, microbatches=(8,)),
         progress=False,
@@ -168,7 +168,7 @@ class TestChanges:
             pipelined, default_costs(), budget=Budget(20), constraints=Constraints(pipeline=2)
         )
         what, step, change, how = table.rows[-1]
-        assert what == "one node more (3 nodes, 12 devices)"
+        assert what == "one node more (3 nodes, 6 devices)"
         assert step is not None
         assert change == pytest.approx(step / pipelined.simulation.step_time - 1)
         assert "a quick search there" in how

@@ -32,13 +32,19 @@ from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
+from tests.support.plans import crossed
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+PAIR = replace(CLUSTER, devices_per_node=2)
 COSTS = RooflineCosts()
 
 
 def tiny_gpt() -> OperatorGraph:
     return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+
+
+def small_resnet() -> OperatorGraph:
+    return resnet(18, batch=16, image=32)
 
 
 def situation(graph: OperatorGraph, cluster: Cluster = CLUSTER) -> Situation:
@@ -49,8 +55,9 @@ def problem_of(graph: OperatorGraph, skeleton: Skeleton, zero: tuple[int, ...]) 
     return make_problem(graph, skeleton, CLUSTER, Training(), COSTS, zero)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("build", [tiny_gpt, lambda: resnet(18, batch=16, image=32)])
+@pytest.mark.parametrize(
+    ("schedule", "build"), crossed(["1f1b", "gpipe"], [tiny_gpt, small_resnet], every=2)
+)
 def test_the_kernels_score_is_the_simulators_step_time(build, schedule) -> None:  # type: ignore[no-untyped-def]
     graph = build()
     rng = np.random.default_rng(0)
@@ -129,11 +136,15 @@ def test_the_kernels_score_is_the_simulators_on_cpu_processes_too() -> None:
         )
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "options", [Options(), Options(chunks=(1, 2), fuse=True, bucket_bytes=4096, inputs_first=True)]
+    ("policy", "options", "slowdown"),
+    crossed(
+        ["none", "selective", "full"],
+        [Options(), Options(chunks=(1, 2), fuse=True, bucket_bytes=4096, inputs_first=True)],
+        [0.0, 0.13],
+        every=2,
+    ),
 )
-@pytest.mark.parametrize("slowdown", [0.0, 0.13])
 def test_the_kernels_memory_and_time_are_the_simulators(
     policy: str, options: Options, slowdown: float
 ) -> None:
@@ -191,10 +202,10 @@ def test_the_exhaustive_optimum_is_found() -> None:
 
 def test_never_worse_than_the_best_baseline() -> None:
     graph = tiny_gpt()
-    result = search(graph, CLUSTER, budget=Budget(evaluations=0))
+    result = search(graph, PAIR, budget=Budget(evaluations=0))
     best = min(result.baselines.values(), key=rank)
     assert rank(result.simulation) <= rank(best)
-    more = search(graph, CLUSTER, budget=Budget(evaluations=2000))
+    more = search(graph, PAIR, budget=Budget(evaluations=2000))
     assert more.simulation.step_time <= result.simulation.step_time
     searched = sum(record.fate is Fate.ANNEALED for record in more.space)
     assert 0 < more.evaluations <= 2000 + LEAST_SEARCHED * searched
@@ -238,7 +249,7 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
     device = replace(CLUSTER.device_types[0], memory_gib=1e-6, reserved_gib=0)
     result = search(
         graph,
-        replace(CLUSTER, device_types=(device,)),
+        replace(PAIR, device_types=(device,)),
         budget=Budget(evaluations=500),
         num_skeletons=2,
         num_bounded=2,
@@ -257,7 +268,7 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
         if progress.phase.startswith("searching") and progress.fraction > 0.3:
             raise KeyboardInterrupt
 
-    result = search(tiny_gpt(), CLUSTER, budget=Budget(evaluations=10_000), progress=interrupt)
+    result = search(tiny_gpt(), PAIR, budget=Budget(evaluations=10_000), progress=interrupt)
     assert result.stop_reason is StopReason.INTERRUPTED
     assert result.evaluations < 10_000
     best = min(result.baselines.values(), key=rank)

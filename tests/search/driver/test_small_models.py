@@ -39,7 +39,7 @@ def test_a_pipeline_that_no_microbatches_fill_is_found() -> None:
     assert any("zb-h1" in row for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_a_small_model_what_does_not_fit_hides_no_better_skeleton() -> None:
     """One that recomputes more was not searched: what was met on it was over the memory."""
     graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=1000, sequence=64, batch=8)

@@ -164,11 +164,13 @@ def test_an_interrupted_search_simulates_nothing_more(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
-    graph = small()
-    wishes = {"training": sg.Training("bfloat16"), "budget": sg.Budget(400), "progress": False}
+    graph = small(2)
+    wishes = {"training": sg.Training("bfloat16"), "budget": sg.Budget(100), "progress": False}
     wishes["constraints"] = sg.Constraints(headroom=0.0)
-    free = sg.search(graph, cluster(), baselines=(), **wishes)
-    tight = cluster(0.7 * free.simulation.peak_memory / 2**30)
+    pair = replace(cluster(), devices_per_node=2)
+    free = sg.search(graph, pair, baselines=(), **wishes)
+    room = cluster(0.7 * free.simulation.peak_memory / 2**30)
+    tight = replace(room, devices_per_node=2)
     fast = sg.search(graph, tight, baselines=(), **wishes)
     plain = sg.search(graph, tight, baselines=(), prefer="simplest", **wishes)
     best = plain.fastest or plain.simulation

@@ -26,7 +26,7 @@ from stratagem.simulator.kernel_times.training import Training
 from tests.support.plans import few
 
 GRAPH = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8)
-CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
 SAMPLES: Config = (Shard("sample"),)
 
 
@@ -37,9 +37,10 @@ def found(constraints: Constraints, **changed: object):  # type: ignore[no-untyp
 
 
 def test_axes_are_those_of_the_search() -> None:
-    skeletons = all_skeletons(GRAPH, CLUSTER, ("1f1b",))
+    nodes = replace(CLUSTER, devices_per_node=4)
+    skeletons = all_skeletons(GRAPH, nodes, ("1f1b",))
     meshes = [mesh for each in skeletons for mesh in each.meshes]
-    plans = baseline_plans(Situation(GRAPH, CLUSTER, Training(), RooflineCosts())).values()
+    plans = baseline_plans(Situation(GRAPH, nodes, Training(), RooflineCosts())).values()
     meshes += [stage.mesh for each in plans for stage in each.plan.stages]
     assert {axis.name for mesh in meshes for axis in mesh.axes} == set(AXES)
 
@@ -54,7 +55,7 @@ def test_a_misspelt_axis_is_refused(what: str) -> None:
 
 def test_an_axis_of_the_plan_to_start_from_is_known() -> None:
     setup = TrainingSetup(microbatch=1, training=Training()).plan(GRAPH, CLUSTER)
-    ring = DeviceMesh((MeshAxis("ring", 8), MeshAxis("one", 1)), setup.stages[0].mesh.devices)
+    ring = DeviceMesh((MeshAxis("ring", 4), MeshAxis("one", 1)), setup.stages[0].mesh.devices)
     start = replace(setup, stages=(replace(setup.stages[0], mesh=ring),))
     wishes = Constraints(require=(("batch", "ring"),))
     with pytest.raises(ValueError, match="no axis to require for dim 'batch' called 'ring'"):

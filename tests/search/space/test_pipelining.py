@@ -77,7 +77,7 @@ def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
 
 
 # What bounds and stages take of a schedule is compared for all of them above.
-@pytest.mark.parametrize("name", few(NAMES[::-1], 2))
+@pytest.mark.parametrize("name", few(NAMES[::-1], 1))
 def test_a_search_under_another_name_ends_alike(name: str) -> None:
     here = situation()
     arguments = {
