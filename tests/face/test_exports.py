@@ -38,6 +38,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
+from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
 OPTIONS = Options(chunks=(1, 2), fuse=True, regather=True)
@@ -119,7 +120,9 @@ def assert_readable(target: str, text: str) -> None:
         assert words[0].startswith("--")
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(8, few=4), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(model=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 10_000))
 def test_every_plan_has_every_export(model: str, seed: int) -> None:
     graph = graph_of(model)

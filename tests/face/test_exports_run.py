@@ -20,6 +20,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.examples import are_all_drawn
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "export_worker.py"
@@ -52,7 +53,7 @@ def cases(name: str) -> Iterator[tuple[str, str, Plan]]:
         return
     situation = Situation(graph, CLUSTER, Training(), RooflineCosts())
     mesh = DeviceMesh((MeshAxis("x", 2), MeshAxis("y", 2)), tuple(range(4)))
-    for seed in range(6):
+    for seed in range(6 if are_all_drawn() else 2):
         choices = random_choices(graph, mesh.shape, seed=seed)
         plan = one_stage_plan(f"random {seed}", situation, mesh, choices)
         yield "dtensor", "sharded_by_dtensor", plan

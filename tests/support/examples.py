@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-SHARE = 0.2
+SHARE = 0.1
 """What a run without long tests draws; each run draws others."""
 
-FEWEST = 8
+FEWEST = 5
 """Where there are fewer, all are drawn; a test whose examples are whole searches says less."""
 
 _draws_all = [True]
@@ -27,6 +27,6 @@ def examples(count: int, few: int = FEWEST) -> int:
     Example:
         >>> begin("not long")
         >>> examples(60), examples(25), examples(5, few=2)
-        (12, 8, 2)
+        (6, 5, 2)
     """
     return count if _draws_all[0] else max(min(count, few), round(SHARE * count))
