@@ -17,6 +17,7 @@ from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.plans import (
     Case,
     assert_equal_to_torch,
+    crossed,
     make_case,
     make_plan,
     random_plan,
@@ -45,6 +46,16 @@ def name(request: pytest.FixtureRequest) -> str:
     return installed(request.param)
 
 
+LARGE = ("llama3", "mixtral", "t5")
+"""Whose published size takes seconds to capture."""
+of_half = pytest.mark.parametrize("name", crossed(gallery.NAMES, every=2), indirect=True)
+of_published_size = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in gallery.NAMES],
+    indirect=True,
+)
+
+
 def installed(name: str) -> str:
     if name in ZOO:
         pytest.importorskip("transformers")
@@ -63,20 +74,24 @@ def graph_of(name: str) -> OperatorGraph:
     return gallery.graph_of(name)
 
 
+@of_published_size
 def test_parameters_are_those_published(name: str) -> None:
     assert graph_of(name).num_parameters == PARAMETERS[name]
 
 
+@of_half
 def test_one_rank_computes_what_torch_does(name: str) -> None:
     case = small_case(name)
     assert_equal_to_torch(case, make_plan(case, whole, (1,)))
 
 
+@of_half
 def test_a_random_plan_computes_what_torch_does(name: str) -> None:
     case = small_case(name)
     assert_equal_to_torch(case, random_plan(case, 0))
 
 
+@of_published_size
 def test_committed_plans_are_still_priced_as_they_were(name: str) -> None:
     plan, graph, job = Plan.load(gallery.plan_file(name)), graph_of(name), gallery.job(name)
     plan.check(plan.rewrite(graph).graph)

@@ -36,8 +36,8 @@ SHOWN = {
 """How many figures each shows, and words that stand in its output."""
 
 
-TWICE = ("05_predicted_and_measured", "09_annotations")
-"""Whose calls are those of the first notebook and of the page on annotating, which always run."""
+TWICE = ("01_first_plan", "05_predicted_and_measured", "09_annotations")
+"""Whose calls are those of the README and of the page on annotating, which always run."""
 
 
 def test_every_notebook_is_known() -> None:
