@@ -26,6 +26,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.support.brief_timing import timed_briefly
+from tests.support.plans import crossed
 
 VERBS = (
     *("capture", "search", "simulate", "profile", "run", "compare", "diff"),
@@ -390,7 +391,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", crossed(MOMENTS, every=2))
 def test_interrupt_of_imports_ends_with_130_too(place: Path, moment: float) -> None:
     """Ctrl-C in the first two seconds printed where in torch or numba it had come."""
     with interruptible(["-c", STARTED]) as process:

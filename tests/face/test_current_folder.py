@@ -17,6 +17,7 @@ from tests.executor.runs.test_run_ends import MODEL, make_plan
 
 import torch  # isort: skip
 from examples.models import MLP  # isort: skip
+from tests.support.plans import crossed, few
 
 ROOT = Path(__file__).parents[2]
 TRAP = "from pathlib import Path\nPath('ran-{name}').touch()\nraise RuntimeError('ran {name}')\n"
@@ -50,7 +51,7 @@ def trapped(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("cache", "ls"), ("clusters",), ("doctor",)])
+@pytest.mark.parametrize("words", few([("cache", "ls"), ("clusters",), ("doctor",)], 1))
 def test_nothing_of_the_current_folder_runs_without_a_model(
     trapped: Path, words: tuple[str, ...]
 ) -> None:
@@ -84,7 +85,7 @@ BROKEN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", crossed(BROKEN, every=2))
 def test_an_error_of_a_model_says_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

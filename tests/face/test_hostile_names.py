@@ -25,6 +25,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.plan.plan import Plan
 from tests.support.examples import examples
+from tests.support.plans import crossed
 
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -70,7 +71,7 @@ def tree(text: str) -> str:
     return ast.dump(WithoutText().visit(ast.parse(text)))
 
 
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("name", crossed(CODE, every=2))
 def test_an_export_has_the_same_tree_whatever_things_are_called(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -83,8 +84,10 @@ def test_an_export_has_the_same_tree_whatever_things_are_called(
         assert any(isinstance(each, str) and name in each for each in names)
 
 
-@pytest.mark.parametrize("name", CODE)
-@pytest.mark.parametrize("target", sorted(set(FORMATS) - {"dtensor", "fsdp2", "deepspeed"}))
+@pytest.mark.parametrize(
+    ("name", "target"),
+    crossed(CODE, sorted(set(FORMATS) - {"dtensor", "fsdp2", "deepspeed"}), every=3),
+)
 def test_no_name_leaves_a_comment(monkeypatch: pytest.MonkeyPatch, target: str, name: str) -> None:
     def lines(name: str) -> list[str]:
         text = export(*named(monkeypatch, name), target).text

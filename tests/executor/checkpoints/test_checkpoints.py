@@ -43,6 +43,7 @@ from tests.support.checkpoint_runs import (
     same,
     sharded,
 )
+from tests.support.plans import crossed
 
 torch.set_num_threads(1)
 
@@ -67,8 +68,7 @@ def written(
     return run
 
 
-@pytest.mark.parametrize("distance", [1, 3, 4])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("distance", "name"), crossed([1, 3, 4], PLANS, every=3))
 def test_a_checkpoint_is_the_same_after_any_plan_has_loaded_it(
     name: str,
     distance: int,
@@ -99,8 +99,10 @@ def test_a_checkpoint_is_the_same_after_any_plan_has_loaded_it(
     assert updates == [2, 2]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["two stages", "drawn and rewritten"])
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    crossed(["float32", "bfloat16"], ["two stages", "drawn and rewritten"], every=2),
+)
 def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(
     name: str,
     precision: str,

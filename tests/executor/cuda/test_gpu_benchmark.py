@@ -297,6 +297,7 @@ FEW: dict[str, Sequence[str]] = {
     "one_rank": covering(one_rank.WAYS),
     "memory": covering(memory.WAYS),
     "streams": streams.FAMILIES[::2],
+    "steps": ["mlp", "median"],
     "nccl": ["operations, 1 rank", "operations, 2 ranks", *streams.FAMILIES[1::2]],
 }
 """Cases of stages that are enough, as others are made of the same; plans' families lie in two."""

@@ -24,7 +24,7 @@ from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
-from tests.support.plans import Case, make_plan, sharding
+from tests.support.plans import Case, crossed, make_plan, sharding
 
 torch.set_num_threads(1)
 
@@ -66,7 +66,7 @@ MUON = Training(
 )
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", crossed([0, 1, 2, 3], every=3))
 @pytest.mark.parametrize(
     "training",
     [Training(), MIXED, MUON, Training("bfloat16", optimizer="lamb")],
@@ -117,7 +117,7 @@ def test_the_host_neither_waits_nor_times_in_a_step_that_is_not_timed(mlp: Case)
         assert 0 < asked["record"] <= timed - len(program.ranks[0].instructions)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", crossed(cases(), every=2), ids=lambda case: case.name)
 def test_a_step_starts_hardly_more_kernels_than_eager_torch(case: object) -> None:
     def rank(comm: Communicator) -> tuple[int, int]:
         with torch.autograd.set_multithreading_enabled(False):

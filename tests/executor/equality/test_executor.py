@@ -47,6 +47,7 @@ from tests.support.plans import (
     Chooser,
     assert_equal_to_torch,
     assert_trains_like_torch,
+    crossed,
     drawing,
     few,
     make_case,
@@ -78,8 +79,7 @@ PLANS: dict[str, tuple[Chooser, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
+@pytest.mark.parametrize(("name", "model"), crossed(PLANS, ["gpt", "mlp", "cnn"], every=2))
 def test_loss_and_gradients_equal_torch(
     name: str, model: str, request: pytest.FixtureRequest
 ) -> None:
@@ -165,7 +165,7 @@ def test_an_operator_pinned_on_one_index_runs_there_only(mlp: Case) -> None:
     assert_equal_to_torch(mlp, plan)
 
 
-@pytest.mark.parametrize("seed", few(range(12), 4))
+@pytest.mark.parametrize("seed", few(range(12), 2))
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
 def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
     case = request.getfixturevalue(model)
@@ -196,9 +196,10 @@ def test_random_shapes_equal_torch(seed: int) -> None:
         assert_equal_to_torch(case, make_plan(case, drawing(10 * seed + number), (2,)))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("shapes", [((2,),), ((1,), (2,))])
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "shapes"),
+    crossed(["sgd", "adam"], [0, 1, 3], [((2,),), ((1,), (2,))], every=2),
+)
 def test_parameters_after_three_steps_equal_torch_optim(
     gpt: Case, optimizer: str, zero: int, shapes: tuple[tuple[int, ...], ...]
 ) -> None:

@@ -26,7 +26,15 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.executor.equality.test_models_executed import MODELS, case_of
 from tests.executor.equality.test_precision import distance
-from tests.support.plans import Case, gradients_of, make_plan, random_plan, sharding, whole
+from tests.support.plans import (
+    Case,
+    crossed,
+    gradients_of,
+    make_plan,
+    random_plan,
+    sharding,
+    whole,
+)
 
 HALF = Training(precision="float16", learning_rate=1e-2)
 ROUNDING = 2.0**-11
@@ -67,8 +75,7 @@ def test_gradients_are_those_of_the_model_in_float32(model: str) -> None:
             assert distance(gradients[name], each) < NEAR, name
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("model", ["gpt", "experts", "lstm"])
+@pytest.mark.parametrize(("seed", "model"), crossed(range(3), ["gpt", "experts", "lstm"], every=3))
 def test_sharded_plans_differ_by_rounding_only(model: str, seed: int) -> None:
     case = case_of(model)
     alone, truths = one_step(case, make_plan(case, whole, (1,), training=HALF), 128.0)
@@ -142,9 +149,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("optimizer", "clip_norm", "name"), crossed(["sgd", "adam"], [0.0, 0.1], PLANS, every=2)
+)
 def test_training_is_that_of_one_process_with_the_same_recipe(
     name: str, optimizer: str, clip_norm: float
 ) -> None:

@@ -25,7 +25,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
-from tests.support.plans import Case, assert_equal_to_torch, make_case
+from tests.support.plans import Case, assert_equal_to_torch, crossed, make_case
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
 METHODS = [name for name in LITERATURE if not name.startswith("GShard")]
@@ -65,8 +65,7 @@ def is_executed(plan: Plan) -> bool:
     return not recomputes and not plan.inputs_first and plan.num_microbatches == 1
 
 
-@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("model", "method"), crossed(["gpt", "mlp", "cnn"], METHODS, every=2))
 def test_plans_of_every_method_equal_torch(
     method: str, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,8 +77,9 @@ def test_plans_of_every_method_equal_torch(
         assert_equal_to_torch(case, plan)
 
 
-@pytest.mark.parametrize("recipe", TRANSFORMER_RECIPES)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("recipe", "shape"), crossed(TRANSFORMER_RECIPES, [(2, 2), (1, 4), (4, 1)], every=2)
+)
 def test_gspmds_recipes_equal_torch(gpt: Case, recipe: str, shape: tuple[int, int]) -> None:
     axes = (MeshAxis("X", shape[0]), MeshAxis("Y", shape[1]))
     choices = complete(gpt.graph, axes, transformer_annotations(gpt.graph, axes, recipe)).choices
@@ -103,8 +103,9 @@ def test_layouts_equal_torch(gpt: Case, layout: dict[str, str]) -> None:
     assert_equal_to_torch(gpt, one_stage_plan("layout", situation_of(gpt), mesh, choices))
 
 
-@pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (3,)])
+@pytest.mark.parametrize(
+    ("model", "shape"), crossed(["gpt", "mlp", "cnn"], [(4,), (2, 2), (3,)], every=2)
+)
 def test_recursive_partitions_equal_torch(
     model: str, shape: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:

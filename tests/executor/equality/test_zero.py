@@ -37,6 +37,7 @@ from tests.support.plans import (
     Case,
     assert_equal_to_torch,
     assert_runs_like_torch,
+    crossed,
     few,
     make_case,
     make_plan,
@@ -219,16 +220,17 @@ def mlp_of(ways: int, *, adapted: bool = False) -> Case:
     return make_case(model, x=x, target=target)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("ways", range(2, 9))
+@pytest.mark.parametrize(("zero", "ways"), crossed([1, 2, 3], range(2, 9), every=2))
 def test_parts_of_uneven_size_train_like_torch(ways: int, zero: int) -> None:
     case = mlp_of(ways)
     plan = make_plan(case, sharding("sample", zero=zero), (ways,), num_microbatches=2)
     assert_runs_like_torch(case, plan)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (1, 5), (5, 1), (2, 2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("zero", "shape"),
+    crossed([1, 3], [(2, 3), (3, 2), (1, 5), (5, 1), (2, 2, 2), (4, 2)], every=2),
+)
 def test_several_axes_share_out_what_they_have(shape: tuple[int, ...], zero: int) -> None:
     """Data parallelism over all axes, and tensor parallelism along the last."""
     case = mlp_of(8)
@@ -249,9 +251,9 @@ SCHEDULES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("adapted", "zero", "schedule"), crossed([False, True], [1, 2, 3], SCHEDULES, every=3)
+)
 def test_every_schedule_trains_like_torch(schedule: str, zero: int, adapted: bool) -> None:
     case = mlp_of(6, adapted=adapted)
     stages = 4 if schedule == "interleaved" else 2

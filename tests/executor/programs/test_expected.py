@@ -20,11 +20,12 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.executor.equality.test_models_executed import MODELS, case_of
-from tests.support.plans import random_plan
+from tests.support.plans import crossed, random_plan
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("model", "precision"), crossed(MODELS, ["float32", "bfloat16", "float16"], every=2)
+)
 def test_every_instruction_has_an_expectation(model: str, precision: str) -> None:
     case = case_of(model)
     plan = random_plan(case, 7, Training(precision=precision))

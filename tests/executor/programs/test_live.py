@@ -30,7 +30,7 @@ from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
 from stratagem.simulator.torch_ops.kernels.loss import CHUNK_ELEMENTS
 from tests.executor.equality.test_models_executed import case_of
-from tests.support.plans import Case, make_case, make_plan, megatron, sharding, whole
+from tests.support.plans import Case, crossed, make_case, make_plan, megatron, sharding, whole
 from tests.support.storages import Storages
 
 SGD = Training(optimizer="sgd")
@@ -75,8 +75,7 @@ def plans(case: Case) -> dict[str, Plan]:
 NAMES = ["one device", "data parallel", "tensor and sequence", "zero 2", "pipeline", "recomputed"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("model", ["gpt", "llama", "lstm"])
+@pytest.mark.parametrize(("name", "model"), crossed(NAMES, ["gpt", "llama", "lstm"], every=2))
 def test_peaks_are_those_of_the_storages(model: str, name: str) -> None:
     case = case_of(model)
     plan = plans(case)[name]
@@ -178,8 +177,9 @@ OF_LOGITS = {
 """How a GPT is sharded, over how many devices, and its microbatches."""
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OF_LOGITS)
+@pytest.mark.parametrize(
+    ("precision", "name"), crossed(["float32", "bfloat16"], OF_LOGITS, every=2)
+)
 def test_peaks_are_those_of_what_torch_allocates(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

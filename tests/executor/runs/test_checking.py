@@ -26,7 +26,7 @@ from stratagem.simulator.graph.placement import Shard
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import Case, make_plan, sharding
+from tests.support.plans import Case, crossed, few, make_plan, sharding
 
 SGD = Training(optimizer="sgd")
 
@@ -80,8 +80,7 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize(("clip", "name"), crossed([0.0, 0.01], BETWEEN, every=2))
 def test_what_a_plan_trains_rightly_agrees(name: str, clip: float) -> None:
     """Clipped gradients, dropped activations and batch norms by microbatch are no differences."""
     case = case_of(Small(BETWEEN[name]()))
@@ -94,8 +93,7 @@ def test_what_a_plan_trains_rightly_agrees(name: str, clip: float) -> None:
     assert has_statistics == (name == "batch norm")
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize(("clip", "name"), crossed([0.0, 0.01], BETWEEN, every=2))
 def test_another_training_differs(name: str, clip: float) -> None:
     """One gradient that is one percent off is found, and named."""
     case = case_of(Small(BETWEEN[name]()))
@@ -135,7 +133,7 @@ def test_local_statistics_are_compared_with_those_of_each_device(parts: int, way
     assert not judge(case.model, case.batch, result, shared, case.graph).agrees
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", few(["bfloat16", "float16"], 1))
 def test_lower_precisions_are_judged_by_torchs_own_rounding(precision: str) -> None:
     """Eight layers round more than the tolerance of small models; torch's own do as well."""
     torch.manual_seed(0)

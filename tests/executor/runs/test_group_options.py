@@ -17,7 +17,16 @@ from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.simulator.kernel_times.parameter_groups import literally
 from stratagem.simulator.kernel_times.training import Training
 from tests.executor.runs.test_recipes import STEPS, Build, assert_same, trained
-from tests.support.plans import double, drawing, make_plan, mlp_case, random_plan, sharding, whole
+from tests.support.plans import (
+    crossed,
+    double,
+    drawing,
+    make_plan,
+    mlp_case,
+    random_plan,
+    sharding,
+    whole,
+)
 
 torch.set_num_threads(1)
 
@@ -77,8 +86,7 @@ RECIPES: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("name", "seed"), crossed(RECIPES, [0, 1], every=2))
 def test_options_of_torch_are_read_and_executed(name: str, seed: int) -> None:
     """Whatever the plan, which is written and read before."""
     case, build = double(mlp_case()), RECIPES[name]

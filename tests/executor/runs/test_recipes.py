@@ -20,6 +20,7 @@ from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
 from stratagem.simulator.plan.plan import Plan
 from tests.support.plans import (
     Case,
+    crossed,
     double,
     drawing,
     make_plan,
@@ -100,8 +101,7 @@ def assert_same(
         assert relative_error(result.parameters[name], value) < 1e-9, name
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("name", "seed"), crossed(OPTIMIZERS, [0, 1], every=2))
 def test_an_optimizer_of_torch_is_read_and_executed(name: str, seed: int) -> None:
     """Whatever the plan: shards, ZeRO, stages, microbatches."""
     case, build = double(mlp_case()), OPTIMIZERS[name]
@@ -178,7 +178,7 @@ LAMB: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", crossed(range(6), every=2))
 def test_lamb_is_that_of_its_paper_however_parameters_are_cut(seed: int) -> None:
     """Its norms are of whole parameters, of which ranks have shards, ranges or copies."""
     case = double(mlp_case())
@@ -241,8 +241,7 @@ MUONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MUONS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "seed"), crossed(MUONS, range(4), every=2))
 def test_muon_beside_adamw_is_read_and_executed(name: str, seed: int) -> None:
     """Matrices are brought together for it, however they are cut."""
     case = double(mlp_case())
@@ -340,8 +339,10 @@ def averaged(case: Case, build: Build, kind: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in average.module.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "amsgrad", "a part of the model"])
-@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    crossed(["sgd", "nesterov", "amsgrad", "a part of the model"], AVERAGES, every=2),
+)
 def test_averages_are_those_of_torch(name: str, kind: str, tmp_path: Any) -> None:
     """In a result, in a checkpoint, and when another plan goes on from there."""
     case, build = double(mlp_case()), OPTIMIZERS[name]
@@ -415,8 +416,10 @@ def plans_of_norms(case: Case, training: Training) -> dict[str, Plan]:
     }
 
 
-@pytest.mark.parametrize("order", [1, 3.5, math.inf])
-@pytest.mark.parametrize("name", ["data", "tensor", "zero 3", "pipeline"])
+@pytest.mark.parametrize(
+    ("order", "name"),
+    crossed([1, 3.5, math.inf], ["data", "tensor", "zero 3", "pipeline"], every=2),
+)
 def test_gradients_are_clipped_by_any_norm_of_torch(name: str, order: float) -> None:
     """A sum of powers or a maximum over ranks, in which what several have counts once."""
     case = double(mlp_case())

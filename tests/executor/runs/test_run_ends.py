@@ -171,8 +171,8 @@ def test_a_run_listens_to_its_own_machine_only(place: Path) -> None:
     "number",
     [
         signal.SIGINT,
-        signal.SIGTERM,
         signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(signal.SIGHUP, marks=pytest.mark.long),
     ],
 )

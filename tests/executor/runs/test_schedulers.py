@@ -19,7 +19,16 @@ from stratagem.executor.training.learning_rates import moves_more_than_rates, se
 from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
 from tests.executor.runs.test_recipes import OPTIMIZERS, STEPS, Build, assert_same, trained
-from tests.support.plans import double, drawing, make_plan, mlp_case, random_plan, sharding
+from tests.support.plans import (
+    crossed,
+    double,
+    drawing,
+    few,
+    make_plan,
+    mlp_case,
+    random_plan,
+    sharding,
+)
 
 optim = torch.optim
 
@@ -133,8 +142,7 @@ MOVING: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize(("build", "name"), crossed(BUILDS, MOVING, every=3))
 def test_what_a_scheduler_moves_is_moved(name: str, build: str, tmp_path: Any) -> None:
     """Under random plans, the first of which writes a checkpoint that the second goes on from."""
     case, seed = double(mlp_case()), 31 * len(name) + len(build)
@@ -170,7 +178,7 @@ def test_momentum_is_moved_under_every_kind_of_plan(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize("name", ["one cycle", "functions"])
+@pytest.mark.parametrize("name", few(["functions", "one cycle"], 1))
 def test_processes_are_told_what_is_moved(name: str, tmp_path: Any) -> None:
     """They got one factor a step."""
     case, build = double(mlp_case()), BUILDS["groups of adamw"]

@@ -31,6 +31,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.plans import few
 
 CLUSTER = Cluster.preset("local-cpu")
 DEVICE = CLUSTER.device_type(0)
@@ -63,7 +64,7 @@ def cache(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an option of glibc")
-@pytest.mark.parametrize("where", ["rank", "process"])
+@pytest.mark.parametrize("where", few(["rank", "process"], 1))
 def test_freed_memory_is_kept(where: str) -> None:
     """Ten steps of 96 MiB each: 245,000 page faults, or those of a few tensors at most.
 

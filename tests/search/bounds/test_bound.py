@@ -30,6 +30,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.work_kinds import SEND, SEND_BACK
 from tests.support.examples import examples
+from tests.support.plans import crossed
 
 
 def best_by_enumeration(problem: Problem) -> float:
@@ -278,8 +279,9 @@ def test_longest_path_by_brute_force(count: int, seed: int) -> None:
     assert sum(durations[path]) == max(longest_from(t) for t in range(count))
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize(
+    ("policy", "schedule"), crossed(["none", "full"], ["1f1b", "interleaved", "zb-h1"], every=2)
+)
 def test_the_computing_bound_holds_for_plans_drawn_at_random(policy: str, schedule: str) -> None:
     graph = gpt(num_layers=4, hidden=64, num_heads=4, sequence=32, vocabulary=96, batch=16)
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)

@@ -26,6 +26,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from tests.support.plans import crossed
 
 
 def towers(num_towers: int, depth: int, width: int, batch: int) -> OperatorGraph:
@@ -84,8 +85,9 @@ def random_choices(here: Situation, skeleton: Skeleton, rng: random.Random) -> C
     }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("schedule", "seed"), crossed(["1f1b", "gpipe", "zb-h1"], range(6), every=2)
+)
 def test_no_pipeline_of_branches_is_under_its_bounds(seed: int, schedule: str) -> None:
     rng = random.Random(f"{seed} {schedule}")
     graph = rng.choice(

@@ -13,6 +13,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
+from tests.support.plans import few
 
 CALLS = 1e5
 """Calls of functions that are a second of the clock: a tenth of those in a second of a machine."""
@@ -43,7 +44,7 @@ def spend(seconds: float | None) -> SearchResult:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [20, 25, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", few([20, 25, 60], 1))
 def test_a_budget_of_seconds_is_kept(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of large meshes were priced to their end, whatever the clock said before."""
     spend(1e-3)  # compile what is compiled, and import

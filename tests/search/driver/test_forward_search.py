@@ -20,6 +20,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.plans import crossed
 
 LIMIT = 60_000
 
@@ -73,7 +74,7 @@ def test_no_plan_is_better_and_none_is_below_the_bound(family: str) -> None:
     assert next((True for each in compared if each), False)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", crossed(range(4), every=2))
 def test_nor_where_memory_is_short(seed: int) -> None:
     rng = np.random.default_rng(seed)
     compared = 0

@@ -39,6 +39,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.examples import examples
+from tests.support.plans import crossed
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 COSTS = RooflineCosts()
@@ -245,9 +246,10 @@ def test_more_layouts_than_are_tried_are_refused(monkeypatch: pytest.MonkeyPatch
 # -- prices -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt", "moe", "resnet"])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize(
+    ("name", "parts", "policy"),
+    crossed(["gpt", "moe", "resnet"], [1, 4], ["none", "full"], every=2),
+)
 def test_prices_are_the_simulators(name: str, parts: int, policy: str) -> None:
     s, mesh = situation(MODELS[name]), mesh_of(GRID)
     small = s.graph.microbatch(parts)

@@ -33,6 +33,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from tests.support.plans import crossed
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16}
@@ -58,8 +59,7 @@ def with_memory(cluster: Cluster, nbytes: float) -> Cluster:
 # -- the registry -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", LITERATURE)
+@pytest.mark.parametrize(("model", "name"), crossed(MODELS, LITERATURE, every=2))
 def test_every_method_proposes_plans_that_are_priced(
     name: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,8 +114,7 @@ LAYERED = {
 }
 
 
-@pytest.mark.parametrize("model", LAYERED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("model", "family"), crossed(LAYERED, FAMILIES, every=2))
 def test_bounds_hold_for_every_setup(family: str, model: str) -> None:
     """No simulated step is below its bound, no simulated peak below its need."""
     s = situation(LAYERED[model])

@@ -20,6 +20,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.priced_plan import plan_model
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.plans import crossed
 
 SMALL = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32}
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2)
@@ -342,8 +343,7 @@ def test_experts_that_are_shared_out_leave_their_share_of_the_state():
     assert state[0] - state[1] == 16 * own * 7 // 8
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(("tensor", "zero"), crossed([1, 2], [0, 1, 3], every=2))
 def test_shared_experts_train_like_one_process(zero, tensor):
     """Two ways of experts inside four or two of data, and tensor parallelism inside experts."""
     graph = moe(

@@ -22,6 +22,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.plans import crossed
 
 CLUSTER = replace(
     Cluster.preset("dgx-a100", num_nodes=1),
@@ -36,7 +37,9 @@ def plan_of(name: str, graph: OperatorGraph = GRAPH) -> Plan:
     return baseline_plans(Situation(graph, CLUSTER, Training(), COSTS), "zb-h1")[name].plan
 
 
-@pytest.mark.parametrize("name", ["data parallel", "Megatron tensor", "1F1B pipeline", "ZeRO-3"])
+@pytest.mark.parametrize(
+    "name", crossed(["data parallel", "Megatron tensor", "1F1B pipeline", "ZeRO-3"], every=2)
+)
 def test_every_outcome_is_that_of_the_changed_plan(name: str) -> None:
     """Random walks of proposals; step and memory as simulated from scratch, to the nanosecond."""
     what_if = WhatIf(plan_of(name), GRAPH, options=Options(chunks=(1, 2), fuse=True))

@@ -33,7 +33,7 @@ from tests.support.plans import few
 
 NUM_PROPOSALS = int(os.environ.get("STRATAGEM_DELTA_PROPOSALS", "24000"))
 NUM_SEEDS = 24
-FEW_SEEDS = 10
+FEW_SEEDS = 4
 PER_GRAPH = 50
 
 

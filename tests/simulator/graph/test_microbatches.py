@@ -29,7 +29,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.chain_shares import Share, step_shares
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import Case, make_plan, sharding, whole
+from tests.support.plans import Case, crossed, make_plan, sharding, whole
 
 BATCH = 8
 EXACT = 1e-11
@@ -120,7 +120,7 @@ ADDS_UP: dict[str, tuple[Loss, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", ADDS_UP)
+@pytest.mark.parametrize("name", crossed(ADDS_UP, every=2))
 def test_losses_that_add_up_train_the_whole_batch(name: str) -> None:
     loss, most = ADDS_UP[name]
     case = case_of(loss)

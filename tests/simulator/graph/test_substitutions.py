@@ -45,6 +45,7 @@ from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.examples import examples
+from tests.support.plans import crossed
 from tests.support.rewritable_graphs import (
     GRAPHS,
     SMALL,
@@ -71,8 +72,7 @@ def test_rewritten_graph_computes_the_same(name: str) -> None:
     assert_same(graph, everything(graph, *rules))
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("seed", "name"), crossed(range(2), GRAPHS, every=2))
 def test_rewritten_graph_sharded_computes_the_same(name: str, seed: int) -> None:
     make, rules = GRAPHS[name]
     graph = make()
@@ -164,8 +164,7 @@ def user_models() -> dict[str, tuple[nn.Module, dict[str, Tensor], tuple[str, ..
 USER_MODELS = user_models()
 
 
-@pytest.mark.parametrize("ways", [1, 2])
-@pytest.mark.parametrize("name", USER_MODELS)
+@pytest.mark.parametrize(("ways", "name"), crossed([1, 2], USER_MODELS, every=2))
 def test_plan_of_a_rewritten_model_trains_the_model(name: str, ways: int, tmp_path: Path) -> None:
     """From a plan file and the user's torch model: loss and gradients are torch's own."""
     model, batch, rules = USER_MODELS[name]

@@ -36,6 +36,7 @@ from stratagem.simulator.simulation.priced_plan import macro_durations, plan_mod
 from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
 from tests.support import cell_plans as cells
+from tests.support.plans import crossed
 
 
 def random_chimera(name: str, rng: random.Random) -> Plan:
@@ -69,8 +70,7 @@ def random_chimera(name: str, rng: random.Random) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["gpt", "shared", "mlp"])
+@pytest.mark.parametrize(("seed", "name"), crossed(range(3), ["gpt", "shared", "mlp"], every=2))
 def test_two_levels_are_the_flat_graph(name: str, seed: int) -> None:
     """Every start and end, whether devices are told apart or not."""
     plan = random_chimera(name, random.Random(seed))

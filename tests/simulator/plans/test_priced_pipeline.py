@@ -22,11 +22,12 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.priced_plan import plan_model
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support import cell_plans as cells
+from tests.support.plans import crossed
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", ["gpt", "shared", "mlp"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("own", "name", "seed"), crossed([False, True], ["gpt", "shared", "mlp"], range(4), every=2)
+)
 def test_a_choice_of_many_costs_what_it_costs_alone(name: str, seed: int, *, own: bool) -> None:
     """Pins, ties, all schedules, and orders of one's own: plan by plan, to the nanosecond."""
     rng = random.Random(seed)

@@ -27,6 +27,7 @@ from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
+from tests.support.plans import crossed
 
 WAYS = 4
 
@@ -141,7 +142,7 @@ def test_without_zero_2_nothing_waits() -> None:
         assert slow.peak_memory == simulate_plan(fast, graph, RooflineCosts()).peak_memory
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", crossed(kinds(), every=2))
 def test_the_curve_peaks_where_the_peak_says_on_slow_links(kind: str) -> None:
     row, most = list(Purpose).index(Purpose.UNSUMMED), dict[float, int]()
     for seed in range(8):

@@ -43,6 +43,7 @@ from tests.search.bounds.test_bound import best_by_enumeration, start_of, tiny_c
 from tests.simulator.plans.test_memory import plan_of
 from tests.support.plans import (
     assert_equal_to_torch,
+    crossed,
     drawing,
     few,
     make_plan,
@@ -160,8 +161,9 @@ def busy(plan: Plan, graph: OperatorGraph) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("model", ["llama", "gpt", "inception"])
+@pytest.mark.parametrize(
+    ("seed", "model"), crossed(range(8), ["llama", "gpt", "inception"], every=2)
+)
 def test_a_conversion_is_made_once_for_all_its_readers(model: str, seed: int) -> None:
     case = case_of(model)
     plan = make_plan(case, drawing(seed), (2, 2))
@@ -187,7 +189,7 @@ def run_conversions(plan: Plan, graph: OperatorGraph) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", few(range(6), 4))
+@pytest.mark.parametrize("seed", few(range(6), 2))
 @pytest.mark.parametrize("model", ["llama", "gpt", "inception", "resnet"])
 def test_runs_convert_what_is_predicted_and_train_like_torch(model: str, seed: int) -> None:
     """Recompute, and inputs that are converted again: every name as often as it is priced."""
@@ -223,9 +225,9 @@ def problem_of(
     )
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("stalls", [False, True])
+@pytest.mark.parametrize(
+    ("stages", "policy", "stalls"), crossed([1, 2], ["none", "full"], [False, True], every=2)
+)
 def test_chains_price_shared_conversions_as_the_simulator(
     stages: int, policy: str, stalls: bool
 ) -> None:
@@ -254,9 +256,9 @@ def forked(width: int) -> OperatorGraph:
     return b.build(b.reduce(b.pointwise("add", y, z)))
 
 
-@pytest.mark.parametrize("gb_s", [0.05, 0.5, 5.0])
-@pytest.mark.parametrize("width", [64, 256])
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("gb_s", "width", "nodes"), crossed([0.05, 0.5, 5.0], [64, 256], [1, 2], every=2)
+)
 def test_the_bound_is_below_all_plans_that_share(width: int, gb_s: float, nodes: int) -> None:
     graph, cluster = forked(width), tiny_cluster(4, nodes=nodes, gb_s=gb_s)
     for skeleton in [s for s in skeletons(graph, cluster) if len(s.stages) == 1][:3]:

@@ -12,6 +12,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import SCHEDULES, interleaved
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
+from tests.support.plans import crossed
 
 SHAPES = [
     Shape("1f1b", ranks=3, per_rank=1, parts=4, ways=2),
@@ -29,7 +30,7 @@ def test_a_known_shape_is_in_the_order_of_its_program(shape: Shape, seed: int) -
     assert disorder(plan, graph, RooflineCosts()) == []
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", crossed(kinds(), every=2))
 def test_every_schedule_is_in_the_order_of_its_programs(kind: str) -> None:
     """Blocks, updates, gradient syncs and transfers of every rank, on shapes drawn at random."""
     rng = random.Random(kind)

@@ -43,7 +43,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import KINDS
 from stratagem.simulator.plan.plan import Stage
 from stratagem.simulator.sharding.choice import Choice
-from tests.support.plans import one_stage
+from tests.support.plans import crossed, one_stage
 from tests.support.small_models import (
     CAPACITY,
     CLASSES,
@@ -122,8 +122,7 @@ STRATEGIES: dict[str, tuple[Callable[..., Choices], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dispatch", models.DISPATCHES)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("dispatch", "name"), crossed(models.DISPATCHES, STRATEGIES, every=2))
 def test_a_layer_equals_plain_torch(name: str, dispatch: str) -> None:
     graph = expert_layer(dispatch)
     build, shape = STRATEGIES[name]
@@ -131,8 +130,7 @@ def test_a_layer_equals_plain_torch(name: str, dispatch: str) -> None:
     check_equal(result, *truth(state_of(graph), batch_of(graph, CLASSES)))
 
 
-@pytest.mark.parametrize("dispatch", models.DISPATCHES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("dispatch", "seed"), crossed(models.DISPATCHES, range(8), every=2))
 def test_a_layer_equals_plain_torch_under_any_plan(seed: int, dispatch: str) -> None:
     graph = expert_layer(dispatch)
     shape = (2, 2) if seed % 2 else (3,)

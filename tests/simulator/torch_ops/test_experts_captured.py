@@ -18,7 +18,9 @@ from tests.support.plans import (
     Case,
     assert_equal_to_torch,
     chosen,
+    crossed,
     drawing,
+    few,
     make_case,
     make_plan,
     random_plan,
@@ -100,7 +102,7 @@ def test_gates_that_are_not_divided_by_their_sum_stay_so(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:capture. so that no token is dropped")
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", few(OTHERS, 1))
 def test_blocks_that_route_by_themselves_split_samples_and_experts(family: str) -> None:
     """Their sorts over the tokens of all samples kept the batch whole."""
     model, batch = hugging_face(family, num_hidden_layers=1)
@@ -228,7 +230,7 @@ def test_what_a_plan_cannot_do_is_refused(
     assert all("forward" not in vars(each) for each in model.modules())
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Olmoe"])
+@pytest.mark.parametrize("family", few(["Mixtral", "Qwen3Moe", "Olmoe"], 1))
 def test_losses_of_routers_are_those_of_torch(family: str) -> None:
     """They divide by the rows of a router's logits, which were samples instead of tokens."""
     model, batch = hugging_face(family, output_router_logits=True)
@@ -283,7 +285,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(SAMPLES, 8, 6)}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", crossed(range(4), every=2))
 def test_a_block_of_ones_own(batch: dict[str, Tensor], seed: int) -> None:
     torch.manual_seed(0)
     case = make_case(OwnModel(OwnBlock()), **batch)

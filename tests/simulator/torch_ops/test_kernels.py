@@ -45,6 +45,7 @@ from stratagem.simulator.torch_ops.kernels.step_programs import (
 from tests.support.cuda.fake_graphs import NoWaiting
 from tests.support.operators import convolution_cases, kernel_cases
 from tests.support.operators.cases import CASES, Case, operator_of
+from tests.support.plans import crossed
 
 torch.set_num_threads(1)
 
@@ -193,7 +194,7 @@ def test_whole_is_torch(name):
         assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", crossed(CASES, every=2))
 def test_shards_add_up(name):
     example = CASES[name]()
     operator = example.operator

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import Case, assert_same_gradients, drawing, make_case, make_plan, whole
+from tests.support.plans import (
+    Case,
+    assert_same_gradients,
+    crossed,
+    drawing,
+    make_case,
+    make_plan,
+    whole,
+)
 
 torch.set_num_threads(1)
 
@@ -60,7 +68,7 @@ def run(
     return execute(plan, case.graph, model_state(case.model), case.batch, gradients=True)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", crossed(DRAWN, every=2))
 def test_every_plan_draws_the_same(name: str) -> None:
     case = case_of(DRAWN[name][0])
     assert not case.graph.whole_batch

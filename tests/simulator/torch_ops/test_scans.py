@@ -17,6 +17,7 @@ from tests.support.plans import (
     Case,
     assert_equal_to_torch,
     drawing,
+    few,
     make_case,
     make_plan,
     sharding,
@@ -99,7 +100,7 @@ def test_the_state_that_a_cache_keeps_is_that_of_transformers() -> None:
     torch.testing.assert_close(last, state)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, 1))
 def test_mambas_of_transformers_have_one_scan_a_layer(family: str) -> None:
     """Their loop over time was six operators a step, 12,000 for a layer of 2,048 tokens."""
     case = mamba(family, 12)

@@ -16,7 +16,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.gradient_paths import untrained
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import Case, Chooser, drawing, make_plan, sharding, whole
+from tests.support.plans import Case, Chooser, crossed, drawing, make_plan, sharding, whole
 
 EXACT = 1e-11
 RATE = 0.1
@@ -84,8 +84,7 @@ def assert_trains(
         assert float((result.parameters[name] - parameter.detach()).abs().max()) < EXACT, name
 
 
-@pytest.mark.parametrize("detached_first", [False, True])
-@pytest.mark.parametrize("cut", [1, 2, 4])
+@pytest.mark.parametrize(("detached_first", "cut"), crossed([False, True], [1, 2, 4], every=2))
 def test_a_tied_weight_detached_in_another_stage_trains_as_in_torch(
     detached_first: bool, cut: int
 ) -> None:

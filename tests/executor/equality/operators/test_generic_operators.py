@@ -24,6 +24,7 @@ from tests.support.operators.torch_operators import OPERATORS, case_of
 from tests.support.plans import (
     Case,
     assert_equal_to_torch,
+    crossed,
     drawing,
     make_case,
     make_plan,
@@ -53,7 +54,7 @@ def generics(graph: OperatorGraph) -> list[Operator]:
     return [operator for operator in graph.operators if is_generic(operator)]
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", crossed(OPERATORS, every=2))
 def test_every_operator_trains_like_torch(name: str) -> None:
     """On two ranks and on three, with every operator's dims split at random."""
     case = case_of(OPERATORS[name])
@@ -61,7 +62,7 @@ def test_every_operator_trains_like_torch(name: str) -> None:
         assert_equal_to_torch(case, make_plan(case, drawing(ways), (ways,)))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", crossed(OPERATORS, every=3))
 def test_samples_are_split_unless_the_operator_mixes_them(name: str) -> None:
     case = case_of(OPERATORS[name])
     if name in MIXES_SAMPLES:
@@ -125,7 +126,7 @@ def test_samples_that_are_merged_with_positions_stay_samples() -> None:
     assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
 
 
-@pytest.mark.parametrize("name", sorted(set(OPERATORS) - {"embedding_bag_max"}))
+@pytest.mark.parametrize("name", crossed(sorted(set(OPERATORS) - {"embedding_bag_max"}), every=3))
 def test_every_operator_can_be_timed(name: str) -> None:
     """On numbers that losses of probabilities take too, and no gradients of what was fed."""
     for operator in generics(case_of(OPERATORS[name]).graph):
@@ -318,7 +319,7 @@ RECURRENCES: dict[str, nn.Module] = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize("name", crossed(RECURRENCES, every=2))
 def test_recurrences_are_split_by_samples(name: str) -> None:
     """Their kernels end the process where sizes do not fit, so none were tried: all were whole."""
 

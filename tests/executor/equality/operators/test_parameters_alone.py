@@ -11,7 +11,14 @@ from torch.nn import functional
 
 import stratagem as sg
 from stratagem.simulator.operators.kinds.generics import is_generic
-from tests.support.plans import assert_equal_to_torch, double, drawing, make_case, make_plan
+from tests.support.plans import (
+    assert_equal_to_torch,
+    crossed,
+    double,
+    drawing,
+    make_case,
+    make_plan,
+)
 
 torch.set_num_threads(1)
 
@@ -46,7 +53,7 @@ class Weighted(nn.Module):
         return (functional.linear(x, self.make(self.w, self.b)) + self.b).square().mean()
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", crossed(WEIGHTS, every=2))
 def test_weights_that_are_computed_train_like_torch(name: str) -> None:
     """Means of a weight alone were looked for among inputs; ``w * w`` was refused by the run."""
     torch.manual_seed(0)

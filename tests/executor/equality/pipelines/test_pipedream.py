@@ -50,6 +50,7 @@ from tests.support.plans import (
     Case,
     Chooser,
     assert_equal_to_torch,
+    crossed,
     drawing,
     make_case,
     make_plan,
@@ -260,7 +261,7 @@ CHOICES: dict[str, tuple[Chooser, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", crossed(CHOICES, every=2))
 def test_sharded_stages_train_by_the_published_rule(gpt: Case, name: str) -> None:
     choose, shapes = CHOICES[name]
     assert_trains_as_published(gpt, stashing(gpt, choose, *shapes), steps=2)
@@ -286,7 +287,7 @@ def test_options_train_by_the_published_rule(gpt: Case, fields: dict[str, int]) 
     assert_trains_as_published(gpt, made, steps=2)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", crossed(range(4), every=2))
 def test_random_plans_train_by_the_published_rule(gpt: Case, seed: int) -> None:
     """Pins, uneven shards, pieces, recomputing and ZeRO on two to four stages."""
     rng = random.Random(seed)

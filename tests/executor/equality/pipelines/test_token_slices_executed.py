@@ -43,6 +43,7 @@ from tests.support.plans import (
     assert_equal_to_torch,
     assert_runs_like_torch,
     assert_train_alike,
+    crossed,
     few,
     make_case,
     make_plan,
@@ -121,8 +122,7 @@ PLANS: dict[str, tuple[Slices, tuple[tuple[int, ...], ...], Chooser, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(("name", "model"), crossed(PLANS, ["gpt", "llama"], every=2))
 def test_slices_train_like_torch(model: str, name: str) -> None:
     slices, shapes, choose, parts = PLANS[name]
     case = case_of(model)
@@ -231,8 +231,10 @@ def test_measured_tasks_are_those_predicted(name: str) -> None:
     assert set(result.timeline.names) - unpriced == predicted
 
 
-@pytest.mark.parametrize("name", ["two stages", "one stage", "recomputed"])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    crossed(["two stages", "one stage", "recomputed"], ["gpt", "llama"], every=2),
+)
 def test_peaks_are_those_of_the_storages(model: str, name: str) -> None:
     case = case_of(model)
     slices, shapes, choose, parts = PLANS[name]

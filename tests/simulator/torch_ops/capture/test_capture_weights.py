@@ -18,7 +18,7 @@ from tests.simulator.torch_ops.capture.test_capture_truth import (
     assert_trains_as_torch,
     case_of,
 )
-from tests.support.plans import drawing
+from tests.support.plans import crossed, drawing
 
 Batch = Mapping[str, Tensor]
 
@@ -110,7 +110,7 @@ WEIGHTS: dict[str, tuple[Loss, Callable[[], nn.Module] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", crossed(WEIGHTS, every=2))
 def test_weights_that_are_parts_or_computed_train_as_in_torch(name: str) -> None:
     """Torch itself cuts the weight of an attention whose keys are not its queries."""
     loss, layer = WEIGHTS[name]
