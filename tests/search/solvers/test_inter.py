@@ -49,6 +49,7 @@ from stratagem.simulator.schedules.work_kinds import (
 from tests.support.examples import examples
 
 BF16 = Training(precision="bfloat16")
+FOUR = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
 
 def situation(graph, cluster=None):
@@ -314,7 +315,10 @@ def test_the_best_candidate_is_no_slower_than_known_setups():
 def test_equal_arguments_give_equal_candidates():
     graph, limits = small_gpt(num_layers=4), PipelineLimits(max_stages=2)
     first, second = (
-        [(c.reason, c.seconds, c.peaks) for c in candidates(situation(graph), limits=limits).plans]
+        [
+            (c.reason, c.seconds, c.peaks)
+            for c in candidates(situation(graph, FOUR), limits=limits).plans
+        ]
         for _ in range(2)
     )
     assert first == second
@@ -343,13 +347,13 @@ def test_equal_arguments_give_equal_candidates():
     ],
 )
 def test_limits_are_honoured(limits, holds):
-    found = candidates(situation(small_gpt(num_layers=4)), limits=limits, limit=10)
+    found = candidates(situation(small_gpt(num_layers=4), FOUR), limits=limits, limit=10)
     assert found.plans
     assert all(holds(candidate) for candidate in found.plans)
 
 
 def test_headroom_leaves_memory_free():
-    where = situation(small_gpt(num_layers=4))
+    where = situation(small_gpt(num_layers=4), FOUR)
     full = max(c.peak_bytes for c in candidates(where, limit=30).plans)
     capacity = where.cluster.device_types[0].memory_bytes
     headroom = 1 - 0.5 * full / capacity
@@ -420,7 +424,7 @@ def test_bad_arguments_say_what_to_do(call, message):
 
 
 def test_a_caller_may_bring_choices_of_its_own():
-    where = situation(small_gpt())
+    where = situation(small_gpt(), FOUR)
     own = VariantLayout("mine", lambda graph, shape: data_parallel(graph, shape))
     found = candidates(where, layouts=(own,), limit=3)
     assert all("mine" in c.reason for c in found.plans)

@@ -25,7 +25,7 @@ def uncompiled(**options: object) -> Callable[[Callable[..., Any]], Callable[...
     return same
 
 
-compiling.njit = uncompiled
+vars(compiling).update(njit=uncompiled)
 
 
 class FrontArray(np.ndarray[Any, Any]):
