@@ -26,7 +26,7 @@ from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 
-CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
 
 class Shelf:
@@ -123,7 +123,7 @@ def test_a_part_that_is_dropped_is_not_done() -> None:
 
 
 def found_by(threads: int, **changed: object) -> SearchResult:
-    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     wishes = {"budget": Budget(200), "num_skeletons": 2, "num_bounded": 4, "seed": 3, **changed}
     return search(graph, CLUSTER, num_threads=threads, **wishes)  # type: ignore[arg-type]
 
@@ -150,19 +150,18 @@ def test_a_search_gives_the_same_on_any_number_of_processes(
     alone = same(found_alone())
     monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
     assert same(found_by(3)) == alone
-    forbidden = Constraints(zero_stages=(0,), require=(("vocab", "tensor"),))
-    wishes = {"constraints": forbidden, "baselines": ()}
-    assert same(found_by(2, **wishes)) == same(found_by(1, **wishes))
 
 
-def test_measured_costs_are_sent_to_other_processes(
+def test_measured_costs_and_constraints_are_sent_to_other_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with TimingCache(tmp_path / "timings.sqlite") as cache:
         costs = MeasuredCosts(cache, {"A100": describe_environment()}, RooflineCosts())
-    alone = same(found_by(1, costs=costs, baselines=()))
+    forbidden = Constraints(zero_stages=(0,), require=(("vocab", "device"),))
+    wishes = {"costs": costs, "constraints": forbidden, "baselines": ()}
+    alone = same(found_by(1, **wishes))
     monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
-    result = found_by(2, costs=costs, baselines=())
+    result = found_by(2, **wishes)
     assert "other processes" not in result.notes
     assert same(result) == alone
 
