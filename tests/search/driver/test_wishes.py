@@ -19,7 +19,7 @@ from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 
-CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 QUICK = sg.Budget(evaluations=20)
 
 
@@ -103,7 +103,7 @@ def test_a_baseline_does_not_override_the_stages_asked_for() -> None:
 
 @pytest.mark.parametrize("wishes", [{"schedule": "gpipe"}, {"schedule": ("gpipe", "1f1b")}])
 def test_a_schedule_holds_for_every_pipeline(graph: OperatorGraph, wishes: Any) -> None:
-    limits = sg.Constraints(pipeline=4)
+    limits = sg.Constraints(pipeline=2)
     given = wishes["schedule"]
     allowed = {given} if isinstance(given, str) else set(given)
     assert search(graph, constraints=limits, **wishes).plan.schedule in allowed
@@ -129,7 +129,7 @@ class TestStart:
         monkeypatch.chdir(tmp_path)
         Path("graph.json").write_text(graph.to_json())
         plan.save("plan.json")
-        size = ("--nodes", "1", "--devices", "4", "--evaluations", "10")
+        size = ("--nodes", "1", "--devices", "2", "--evaluations", "10")
         begun = ("search", "graph.json", "-c", "dgx-a100", *size, "--start", "plan.json")
         shown = CliRunner().invoke(app, [*begun, "-o", "new.json"])
         assert shown.exit_code == 0, shown.output
