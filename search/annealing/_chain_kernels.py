@@ -60,9 +60,10 @@ table is the accepted one; its number; columns of the table of durations."""
 NUM_NUMBERS = 5
 SCORE, BEST, BEST_FITS = range(3)
 """Entries of the scores of a chain: now, of the best choices, and whether these fit (0 or 1)."""
-END, WIDE, HOT, COLD, SOFT, HARD = range(6)
-"""Columns of a course: a phase's last evaluation, the share of wide moves in it, and at its begin
-and at its end the relative temperature and the weight of what is over the memory."""
+END, WIDE, HOT, COLD, SOFT, HARD, TWIN = range(7)
+"""Columns of a course: a phase's last evaluation, the share of wide moves in it, at its begin and
+at its end the relative temperature and the weight of what is over the memory, and of the other
+moves the share that change two operators."""
 WEIGHTS = 16
 """Weights that a phase goes through."""
 
@@ -279,7 +280,9 @@ def anneal(
         weight = now[SOFT] * (now[HARD] / now[SOFT]) ** level
         if weight != weighed:
             scores[SCORE], weighed = score_of(arrays, arrays.pipeline.now[0], weight), weight
-        count = propose_move(rng, choice, arrays.before, arrays.changed, now[WIDE], arrays.moves)
+        count = propose_move(
+            rng, choice, arrays.before, arrays.changed, now[WIDE], now[TWIN], arrays.moves
+        )
         if count == 0:
             continue
         limit = scores[SCORE] * (1.0 - heat * np.log(1.0 - random_float(rng)))

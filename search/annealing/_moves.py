@@ -54,6 +54,7 @@ def propose_move(
     before: Ints,
     changed: Ints,
     wide: float,
+    twin: float,
     moves: Moves,
 ) -> int:
     """Change `choice` at random; note the operators that changed and their old choices.
@@ -61,8 +62,10 @@ def propose_move(
     The new choice of an operator is, one time in four, any; one time in four, one that differs in
     a single axis, in its ZeRO stage, or in another part; else the one that goes best with a
     neighbouring operator's choice. With probability `wide` all of its class get it; a few of these
-    moves set one part of all choices of a stage instead. Draws that change nothing are repeated,
-    so 0 is returned only where hardly anything can change.
+    moves set one part of all choices of a stage instead. Of single operators a share `twin` has
+    another one of its stage change, too: where memory is short, one must take less for the other
+    to take more. Draws that change nothing are repeated, so 0 is returned only where hardly
+    anything can change.
     """
     for _ in range(TRIES if moves.movable.size else 0):
         is_wide = random_float(rng) < wide
@@ -78,9 +81,21 @@ def propose_move(
                     count = note_change(choice, before, changed, count, member, new)
             else:
                 count = note_change(choice, before, changed, count, operator, new)
+                if count > 0 and twin > 0.0 and random_float(rng) < twin:
+                    count = change_another(rng, choice, before, changed, moves)
         if count > 0:
             return count
     return 0
+
+
+@uncounted()
+def change_another(rng: Words, choice: Ints, before: Ints, changed: Ints, moves: Moves) -> int:
+    """Change a second operator of the stage of the first one."""
+    for _ in range(TRIES):
+        operator, new = draw_choice(rng, choice, moves)
+        if operator != changed[0] and moves.stage_of[operator] == moves.stage_of[changed[0]]:
+            return note_change(choice, before, changed, 1, operator, new)
+    return 1
 
 
 @uncounted()

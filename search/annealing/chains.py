@@ -26,6 +26,9 @@ PHASES = ((0.75, 0.03, 5e-4), (0.3, 5e-4, 1e-4), (0.005, 1e-4, 1e-5))
 SOFT = 0.2
 """Weight of what is over the memory at the begin of a chain that may cross plans that do not fit:
 a twentieth of what scores count it with, to which it rises in the first phase."""
+HARD = 64 * OVER_MEMORY
+"""The same at the end of a chain: under the weight that scores count it with a plan that is a
+little over the memory may be better than all that fit, and a chain stayed there."""
 ROUND = 4000
 """Evaluations of each chain between two looks at the keyboard."""
 
@@ -44,22 +47,22 @@ def chain_seed(seed: int, number: int) -> int:
     return seed * 7919 + number
 
 
-def course_of(total: int, weight: float = OVER_MEMORY) -> Floats:
-    """The phases of a chain of `total` evaluations: [phases, (end, wide, hot, cold, soft, hard)].
+def course_of(total: int, weight: float = OVER_MEMORY, twin: float = 0.0) -> Floats:
+    """The phases of a chain of `total` evaluations: [phases, 7], see `_chain_kernels.TWIN`.
 
     Moves of classes come first: they find what all layers share. Those of single operators are
     many times cheaper to decide, and worth it when the rest has settled. `weight` is that of what
-    is over the memory at the begin.
+    is over the memory at the begin. It comes to what scores count in the first phase, and to
+    `HARD` in the second.
 
     Example:
         >>> course_of(200_000)[:, 0].tolist()
         [50000.0, 100000.0, 200000.0]
     """
     ends = min(total / 2, WIDE_EVALUATIONS), min(total, 2 * WIDE_EVALUATIONS), total
-    weights = (weight, OVER_MEMORY, OVER_MEMORY)
+    weights = (weight, OVER_MEMORY), (OVER_MEMORY, HARD), (HARD, HARD)
     rows = [
-        (end, *phase, soft, OVER_MEMORY)
-        for end, phase, soft in zip(ends, PHASES, weights, strict=True)
+        (end, *phase, *over, twin) for end, phase, over in zip(ends, PHASES, weights, strict=True)
     ]
     return np.array(rows, dtype=np.float64)
 
@@ -78,6 +81,7 @@ class AnnealingChain:
 
     Attributes:
         weight: of the relative excess over the memory in the chain's own scores, at its begin.
+        twin: share of its moves of single operators that change another one, too.
         choice: the choices now.
         done: proposals that were decided.
         accepted: how many of them were accepted.
@@ -91,6 +95,7 @@ class AnnealingChain:
     total: int
     seed: int
     weight: float = OVER_MEMORY
+    twin: float = 0.0
     done: int = field(init=False, default=0)
     accepted: int = field(init=False, default=0)
     scores: Floats = field(init=False)
@@ -99,7 +104,7 @@ class AnnealingChain:
     def __post_init__(self) -> None:
         self._rng = seeded(self.seed)
         self._arrays = own_arrays(shared_arrays(self.problem))
-        self._course = course_of(self.total, self.weight)
+        self._course = course_of(self.total, self.weight, self.twin)
         self.scores = np.array([np.inf, np.inf, 0.0])
         self.best = self.choice.copy()
         self.restart(self.choice)

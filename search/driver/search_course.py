@@ -17,6 +17,7 @@ from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReas
 from stratagem.searcher.driver.skeleton_entries import (
     SkeletonEntry,
     Space,
+    begun_by,
     first_policies,
     in_turn,
     without_policy,
@@ -36,6 +37,7 @@ from stratagem.searcher.processes.search_clock import (
     OutOfTimeError,
 )
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
@@ -64,8 +66,9 @@ pipeline of the best."""
 MOST_DESCENTS, DESCENT_EVALUATIONS = 3, 2_000
 """How often a search goes downhill at last. If the model is small, chains of so many plans
 choose anew on neighbours, what is come to is searched, and the search goes on from there."""
-
-
+MOST_AGAIN, AGAIN_NUMBER = 4, 2_000
+"""So many of the best skeletons of a small model are searched again with other random numbers, as
+all chains may end beside the best plan where little fits; and the number of the first of these."""
 BOUNDED_EVERY = 0.2
 """Seconds after which the bound that is shown to whoever watches is taken anew."""
 
@@ -196,13 +199,13 @@ class SearchCourse:
         best_ranked = best_ranked[:num_skeletons]
         promising = self._promising(best_ranked)[:num_skeletons]
         walked = improver.walk(
-            _begun_by(own, [*promising, *self._settled(num_skeletons)]),
+            begun_by(own, [*promising, *self._settled(num_skeletons)]),
             self.budget.evaluations,
             self.seed,
             self._shares.past(WALKED),
             self._spend,
         )
-        chosen, least = _begun_by(own, walked), self.budget.least(self.space.num_operators)
+        chosen, least = begun_by(own, walked), self.budget.least(self.space.num_operators)
         for number, entry in enumerate(chosen):
             spare = max(0, self.budget.evaluations - self.evaluations)
             share = max(least, -(-spare // (len(chosen) - number)))
@@ -213,12 +216,13 @@ class SearchCourse:
                 return StopReason.NEAR
         self._search_nearly_as_good()
         anew = DESCENT_EVALUATIONS if least and self._is_small else 0
-        for _ in range(MOST_DESCENTS):
+        for turn in range(MOST_DESCENTS):
             found = improver.descend(self._shares.is_up, anew)
             left -= self._bound_found(found, left)
             if self._is_near_enough():
                 return StopReason.NEAR
-            if not self._search_found(found[:num_skeletons]):
+            is_better = self._search_found(found[:num_skeletons])
+            if not is_better and not self._search_again(anew and least, turn):
                 break
         space.look_again()
         self._certify(left, work, self._shares.is_up)
@@ -426,6 +430,26 @@ class SearchCourse:
         self._search_more([e for e in found if e.best_time < NEARLY * before])
         return self.incumbent.time < before
 
+    def _search_again(self, evaluations: int, turn: int) -> bool:
+        """Search the best skeletons with other random numbers; whether a better plan was found."""
+        before = self.incumbent.time
+        near = [
+            entry
+            for entry in sorted(self.space.entries, key=lambda entry: entry.rank)
+            if entry.fate is Fate.ANNEALED and entry.bound < before
+            if entry.best_time < NEARLY * before or not entry.fits
+        ]
+        for number, entry in enumerate(near[:MOST_AGAIN] if evaluations else ()):
+            problem = self._problem(entry)
+            if problem is None or entry.simulation is None or self._shares.is_up():
+                break
+            known = [*entry.starts[:1], choices_of(entry.simulation.plan)]
+            starts = [problem.encode(choices) for choices in known]
+            number += AGAIN_NUMBER + turn * MOST_AGAIN
+            self._phase = (f"searching {entry.skeleton} again", 0.9, 0.9)
+            entry.know(self._choose(problem, starts, evaluations, number))
+        return self.incumbent.time < before
+
     def _search_more(self, entries: Sequence[SkeletonEntry], part: int = 1) -> None:
         """Search those of a small model that were not searched, each in a part of the least."""
         if not self._is_small:
@@ -457,7 +481,7 @@ class SearchCourse:
         watch = Watch(
             partial(self._sharpener.admits, problem),
             partial(self._simulate, problem),
-            self._take,
+            self.incumbent.offer,
             self._after_round,
             self._shares.is_up,
         )
@@ -466,9 +490,6 @@ class SearchCourse:
             return looked.look(problem, starts, evaluations)
         finally:
             self.evaluations += looked.evaluations
-
-    def _take(self, simulation: Simulation) -> None:
-        self.incumbent.offer(simulation)
 
     def _after_round(self, chains: Sequence[AnnealingChain]) -> bool:
         done = sum(chain.done for chain in chains)
@@ -577,10 +598,3 @@ class SearchCourse:
         if left_out:
             self.notes[f"left out on {entry.skeleton}"] = left_out
         return problem
-
-
-def _begun_by(
-    own: Sequence[SkeletonEntry], others: Sequence[SkeletonEntry]
-) -> list[SkeletonEntry]:
-    """First one's own, then the others that are none of these."""
-    return [*own, *(entry for entry in others if entry not in own)]

@@ -452,3 +452,8 @@ def first_policies(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
 def without_policy(skeleton: Skeleton) -> Skeleton:
     """The same for all that differ in what they recompute only."""
     return replace(skeleton, recompute="none")
+
+
+def begun_by(own: Sequence[SkeletonEntry], others: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
+    """First one's own, then the others that are none of these."""
+    return [*own, *(entry for entry in others if entry not in own)]

@@ -24,6 +24,10 @@ from stratagem.simulator.simulation.simulation import Simulation
 WEIGHTS = (OVER_MEMORY, OVER_MEMORY, SOFT, SOFT)
 """Of what is over the memory when each chain begins. So many chains run on a skeleton: so many
 cores can help, and one core makes the same plan."""
+TWINS, TWIN_OPERATORS = (0.0, 0.3, 0.3, 0.0), 100
+"""Of models of fewer operators the share of moves that change two operators in each of these: one
+takes more memory where the other takes less, which single moves come to only by plans that do not
+fit."""
 FULL, LONGER, LONG = 0.9, 4, 32_000
 """Where the best start fills a rank to more than this, chains that cross plans that do not fit
 take a longer way: they have so many times the evaluations of the others, but no more for it than
@@ -56,7 +60,7 @@ class Watch:
 
     admits: Callable[[Ints], bool]
     simulate: Callable[[Ints], Simulation]
-    found: Callable[[Simulation], None]
+    found: Callable[[Simulation], object]
     after_round: Callable[[Sequence[AnnealingChain]], bool]
     stop: Callable[[], bool]
 
@@ -135,6 +139,7 @@ class SkeletonChoices:
         share, rest = divmod(evaluations, len(WEIGHTS))
         fullest = max(np.array(ranked[0].peaks()) / problem.capacities)
         extra = max(0, min(LONGER * share, LONG) - share) if fullest > FULL else 0
+        is_small = len(problem.choices) < TWIN_OPERATORS
         chains = [
             AnnealingChain(
                 problem,
@@ -142,8 +147,9 @@ class SkeletonChoices:
                 share + (k < rest) + (extra if weight < OVER_MEMORY else 0),
                 chain_seed(self._seed, self._number * len(WEIGHTS) + k),
                 weight,
+                twin if is_small else 0.0,
             )
-            for k, weight in enumerate(WEIGHTS)
+            for k, (weight, twin) in enumerate(zip(WEIGHTS, TWINS, strict=True))
         ]
         try:
             run_chains(

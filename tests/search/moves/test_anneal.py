@@ -14,7 +14,13 @@ import pytest
 
 from stratagem.searcher.annealing import _block_replays, _pipeline_play
 from stratagem.searcher.annealing.chain_state import own_arrays, shared_arrays
-from stratagem.searcher.annealing.chains import SOFT, AnnealingChain, course_of, run_chains
+from stratagem.searcher.annealing.chains import (
+    HARD,
+    SOFT,
+    AnnealingChain,
+    course_of,
+    run_chains,
+)
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
@@ -127,7 +133,7 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
     p = case.problem()
     chain = AnnealingChain(p, random_choice(p, 1), 4000, 1)
     # Hot enough to go up and down all the time.
-    chain._course = np.array([[4000, wide, 0.1, 0.01, OVER_MEMORY, OVER_MEMORY]])
+    chain._course = np.array([[4000, wide, 0.1, 0.01, OVER_MEMORY, OVER_MEMORY, 0.3]])
     for _ in range(8):
         chain.advance(500)
         assert chain.score() == chain.scores[0]
@@ -149,15 +155,16 @@ def test_a_chain_weighs_what_is_over_the_memory_as_its_course_has_it() -> None:
     met = set()
     for seed in range(4):
         chain = AnnealingChain(p, random_choice(p, seed), 4000, seed, SOFT)
-        assert chain._course[0, -2:].tolist() == [SOFT, OVER_MEMORY]
+        assert chain._course[0, 4:6].tolist() == [SOFT, OVER_MEMORY]
         lowest = np.inf
         for _ in range(40):
             done = chain.done
             chain.advance(100)
             simulated = case.simulate(p, chain.choice)
             over = max(0.0, *(m.without_waiting / m.capacity - 1 for m in simulated.memory))
-            level = int((done + 99) / 2000 * 16) / 15
-            weight = SOFT * (OVER_MEMORY / SOFT) ** level if done < 2000 else OVER_MEMORY
+            soft, hard = (SOFT, OVER_MEMORY) if done < 2000 else (OVER_MEMORY, HARD)
+            level = int((done % 2000 + 99) / 2000 * 16) / 15
+            weight = soft * (hard / soft) ** level
             expected = simulated.step_time * (1 + weight * over)
             assert chain.scores[0] == pytest.approx(expected, rel=1e-9)
             met.add(over > 0)

@@ -237,7 +237,7 @@ def test_chains_price_shared_conversions_as_the_simulator(
     situation = Situation(graph, cluster, Training(), default_costs())
     rng = np.random.default_rng(stages)
     chain = AnnealingChain(p, rng.integers(0, [len(c) for c in p.choices]), 600, 1)
-    chain._course = np.array([[600, 0.5, 0.1, 0.01, OVER_MEMORY, OVER_MEMORY]])
+    chain._course = np.array([[600, 0.5, 0.1, 0.01, OVER_MEMORY, OVER_MEMORY, 0.0]])
     for _ in range(4):
         chain.advance(150)
         plan = p.plan(chain.choice, name="x", seed=0, fingerprint=graph.fingerprint)
