@@ -30,7 +30,7 @@ what 23 of 24 chains of 100,000 evaluations come to."""
 
 
 def little_memory() -> Cluster:
-    """Three nodes of a device that has 0.65 of the memory that data parallelism takes."""
+    """Three nodes of a device that has 0.8 of the memory that data parallelism takes."""
     base = Cluster.preset("dgx-a100", num_nodes=3, devices_per_node=1)
     (device,) = base.device_types
     device = replace(device, memory_gib=0.0126457, reserved_gib=0.0)
