@@ -13,6 +13,7 @@ from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
+from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Skeleton, stage_meshes
@@ -64,7 +65,7 @@ def test_chains_end_among_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     found = ends(16, 8000)
     assert not any(does_not_fit for does_not_fit, _ in found)
     assert all(BEST * 0.999 < seconds < BEST * 1.07 for _, seconds in found)
-    monkeypatch.setattr(chains, "HARD", chains.OVER_MEMORY)
+    monkeypatch.setattr(chains, "HARD", OVER_MEMORY)
     before = ends(16, 8000)
     assert any(does_not_fit for does_not_fit, _ in before)
     assert before[8][1] > BEST * 1.3
