@@ -148,7 +148,10 @@ def _fifteen_and_one(
     graph: sg.OperatorGraph, cluster: sg.Cluster, training: sg.Training
 ) -> sg.Plan:
     """PipeDream's configuration 15-1: convolutions on fifteen GPUs, linear layers on one."""
-    first = next(n for n, each in enumerate(graph.operators) if each.kind == "linear")
+    matrices = (
+        len(each.weights[0].layout) == 2 if each.weights else False for each in graph.operators
+    )
+    first = list(matrices).index(True)
     small = graph.microbatch(PIPED)
     stages = []
     for names, devices in (
