@@ -338,6 +338,8 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
         if turn % TURNS_A_LINK == 0 and comm.world_size > 1:
             timings.append(time_collectives(comm, repeats=LINK_REPEATS))
         for (interpreter, batches), done in zip(runners, turns, strict=True):
+            # On one batch a loss is so small in the end that cores compute with denormal numbers.
+            interpreter.reset()
             result = train(interpreter, batches, steps, place=Place())
             done.append((result.step_times[warm], result.timeline, os.getloadavg()[0]))
     if comm.rank == 0:
