@@ -1,8 +1,8 @@
 """When to post receives, so that messages go while their receivers compute.
 
 **With tags** a receive may be posted at any time before it is needed, and should be: a message
-whose receive is posted goes when it is sent, another one waits until both sides' helpers have had
-their turn on cores that are computing (`early_postings`).
+whose receive is posted goes when it is sent, another one waits until threads of both sides have
+had their turn on cores that are computing (`early_postings`).
 
 **Without tags** the time is bounded from both sides. NCCL matches the sends and receives of a pair
 in the order in which each side issues them, and may run what a rank issues strictly one after the
