@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from stratagem.executor.program.instructions import (
     Backward,
@@ -139,30 +139,20 @@ def early_postings(program: Program, rank: int) -> tuple[Posting, ...]:
         0 0 0
         0 7 0
     """
-    passes = [0]
-    for each in program.ranks[rank].instructions:
-        passes.append(passes[-1] + isinstance(each, Forward | Backward | Update))
-    behind_pass = _behind_next(passes)
+    is_pass = [
+        isinstance(each, Forward | Backward | Update) for each in program.ranks[rank].instructions
+    ]
+    passes, next_pass = [*accumulate(is_pass, initial=0)], _next(is_pass)
     needs: defaultdict[int, set[int]] = defaultdict(set)
     for (sender, _), numbers in _needs(program, rank).items():
         needs[sender].update(numbers)
     made: list[Posting] = []
     for sender, needed in needs.items():
         groups = [list(g) for _, g in groupby(sorted(needed), key=passes.__getitem__)]
-        free = [0] * AHEAD + [behind_pass[group[-1]] for group in groups]
+        free = [0] * AHEAD + [next_pass[group[-1]] + 1 for group in groups]
         for group, behind in zip(groups, free, strict=False):
             made += [Posting(min(behind, number), number, sender) for number in group]
     return tuple(sorted(made, key=lambda each: (each.before, each.needed)))
-
-
-def _behind_next(passes: Sequence[int]) -> list[int]:
-    """Per instruction the one behind the next pass, from how many passes come before each."""
-    found, at = [], len(passes) - 1
-    for number in reversed(range(len(passes) - 1)):
-        if passes[number + 1] != passes[number]:
-            at = number + 1
-        found.append(at)
-    return found[::-1]
 
 
 def common_order(program: Program) -> CommonOrder:
@@ -211,11 +201,14 @@ def _needs(program: Program, rank: int) -> dict[tuple[int, str], deque[int]]:
 def _issues(program: Program, rank: int) -> list[int]:
     """Per instruction the first one, from it on, that issues a communication; the end if none."""
     instructions = program.ranks[rank].instructions
-    found = [len(instructions)] * (len(instructions) + 1)
-    for number in reversed(range(len(instructions))):
-        each = instructions[number]
-        issues = isinstance(each, Send) or bool(meetings_of(each))
-        found[number] = number if issues else found[number + 1]
+    return _next([isinstance(each, Send) or bool(meetings_of(each)) for each in instructions])
+
+
+def _next(wanted: Sequence[bool]) -> list[int]:
+    """Per place the first one, from it on, that is wanted; the end if none is."""
+    found = [len(wanted)] * (len(wanted) + 1)
+    for number in reversed(range(len(wanted))):
+        found[number] = number if wanted[number] else found[number + 1]
     return found
 
 
