@@ -111,10 +111,12 @@ class OperatorPricer:
         there = [self._launch(i, choice, Direction.FORWARD) for choice in choices]
         times = {
             "forward": [p.forward for p in passes],
-            "backward": [_adding(p.backward, m, c) for p, m, c in both],
+            "backward": [self._adding(p.backward, m, c) for p, m, c in both],
             "input_gradient": [p.input_gradient for p in passes],
-            "weight_gradient": [_adding(p.weight_gradient, m, c) for p, m, c in both],
-            "adding": [_copied(m.later_seconds / c.chunks) for _, m, c in both],
+            "weight_gradient": [self._adding(p.weight_gradient, m, c) for p, m, c in both],
+            "adding": [
+                _copied(m.add_seconds / c.chunks) if self._on_cpus else IDLE for _, m, c in both
+            ],
             "recompute": [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
             "launch_forward": there,
             "launch_backward": [self._launch(i, c, Direction.BACKWARD) for c in choices],
@@ -160,10 +162,13 @@ class OperatorPricer:
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
     ) -> Footprint:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
-        on_cpu = all(device.is_cpu for device in self.devices)
         return operator_footprint(
-            operator, choice, sizes, uses, self.mesh.shape, self.training, on_cpu=on_cpu
+            operator, choice, sizes, uses, self.mesh.shape, self.training, on_cpu=self._on_cpus
         )
+
+    @cached_property
+    def _on_cpus(self) -> bool:
+        return all(device.is_cpu for device in self.devices)
 
     def forward_seconds(self, operator: Operator, choice: Choice) -> float:
         """Time of the whole forward pass, without collectives inside it."""
@@ -375,20 +380,27 @@ class OperatorPricer:
             update=update,
             stash_bytes=used * parameter,
             latency=latency,
-            **self._add_seconds(operator, uses, choice),
+            add_seconds=self._add_seconds(operator, uses, choice),
         )
+
+    def _adding(self, passed: Priced, moved: _Moved, choice: Choice) -> Priced:
+        """A piece of a pass that makes gradients of weights, and its part of adding them up.
+
+        Not on CPUs: there the executor takes those of the first microbatch as they are, and adds
+        the others to them.
+        """
+        added = 0.0 if self._on_cpus else moved.add_seconds
+        return passed[0] + added / choice.chunks, passed[1]
 
     def _add_seconds(
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
-    ) -> dict[str, float]:
+    ) -> float:
         """Adding the gradients of a microbatch to those before, where no product does it.
 
-        On CPUs that is never so: the executor takes those of the first microbatch as they are, and
-        adds the others to them.
+        On CPUs none ever does.
         """
-        on_cpus = all(device.is_cpu for device in self.devices)
-        if self.training.fused_accumulation and not on_cpus:
-            return {}
+        if self.training.fused_accumulation and not self._on_cpus:
+            return 0.0
         added = 0
         for weight, use in zip(operator.weights, uses, strict=True):
             if use in (ParameterUse.OWNED, ParameterUse.TIED_HERE, ParameterUse.TIED_ELSEWHERE):
@@ -402,7 +414,7 @@ class OperatorPricer:
                 )
                 added += local_elements(whole, lies, self.mesh.shape)
         nbytes = added * (self.training.parameter_bytes + 2 * self.training.gradient_bytes)
-        return {"later_seconds" if on_cpus else "add_seconds": self._moving(nbytes)}
+        return self._moving(nbytes)
 
     def _update_seconds(self, num_parameters: int, training: Training) -> float:
         costs = [
@@ -483,8 +495,7 @@ class _Passes:
 class _Moved:
     """What happens to the parameters of an operator under one choice.
 
-    Every microbatch takes `add_seconds` to add their gradients to those before, and every one but
-    the first `later_seconds`.
+    A microbatch takes `add_seconds` to add their gradients to those before.
     """
 
     sync: Priced
@@ -494,17 +505,11 @@ class _Moved:
     update: Priced
     stash_bytes: int
     latency: Mapping[str, tuple[int, float]]
-    add_seconds: float = 0.0
-    later_seconds: float = 0.0
+    add_seconds: float
 
 
-UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {})
+UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, 0.0)
 """Of an operator without parameters."""
-
-
-def _adding(passed: Priced, moved: _Moved, choice: Choice) -> Priced:
-    """A piece of a pass that makes gradients of weights, and its part of adding them up."""
-    return passed[0] + moved.add_seconds / choice.chunks, passed[1]
 
 
 def _copied(seconds: float) -> Priced:
