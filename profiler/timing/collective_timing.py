@@ -365,8 +365,7 @@ def _message(peers: Peers, nbytes: int, size: int, repeats: int) -> CollectiveTi
     message = torch.rand(numel, device=peers.device)
     # Where messages have no tags, a receive is posted for all ranks to see, or not at all.
     posts = takes and isinstance(peers, Poster) and not hasattr(peers, "open")
-    seconds = _seconds_of(peers, work)
-    count = max(1, round(BETWEEN_SECONDS / seconds)) if peers.rank < 2 else 0
+    count = _repeats(peers, work, BETWEEN_SECONDS) * (peers.rank < 2)
 
     def once(*, with_message: bool) -> None:
         if with_message and posts:
@@ -479,7 +478,7 @@ def _between(peers: Peers) -> Callable[[], object]:
     product = _product(peers)
     if peers.device.type != "cpu":
         return product
-    count = max(1, round(BETWEEN_SECONDS / 2 / _seconds_of(peers, product)))
+    count = _repeats(peers, product, BETWEEN_SECONDS / 2)
 
     def work() -> None:
         for _ in range(count):
@@ -509,15 +508,14 @@ def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
         _finish(peers.device)
         return (time.perf_counter_ns() - start) * 1e-9 if works else 0.0
 
-    seconds(1)
-    count = max(1, round(WORK_SECONDS / _seconds_of(peers, work)))
+    count = _repeats(peers, work, WORK_SECONDS)
     mine = np.array([seconds(count) for _ in range(WORK_REPEATS)])
     mean = _over_ranks(peers, mine, "sum") / size
     return float(np.mean(_over_ranks(peers, mine, "max") / mean - 1))
 
 
-def _seconds_of(peers: Peers, work: Callable[[], object]) -> float:
-    """What some work takes the slowest rank, when all of them do it."""
+def _repeats(peers: Peers, work: Callable[[], object], seconds: float) -> int:
+    """How often some work takes so many seconds on the slowest rank, when all of them do it."""
     peers.barrier()
     work()
     start = time.perf_counter_ns()
@@ -525,7 +523,7 @@ def _seconds_of(peers: Peers, work: Callable[[], object]) -> float:
         work()
     _finish(peers.device)
     (most,) = _over_ranks(peers, np.array([(time.perf_counter_ns() - start) * 0.25e-9]), "max")
-    return float(most)
+    return max(1, round(seconds / float(most)))
 
 
 def _over_ranks(peers: Peers, values: Floats, op: Literal["sum", "max"]) -> Floats:

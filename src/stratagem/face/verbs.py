@@ -120,8 +120,7 @@ def search(
             leave nothing that both allow; an unknown name; a checkpoint or a plan to start from
             that is not for this search.
     """
-    told = progress if callable(progress) else None
-    with progress_bar(enabled=False if callable(progress) else progress) as show:
+    with progress_bar(enabled=not callable(progress) and progress) as show:
         return searching.search(
             graph,
             cluster,
@@ -141,7 +140,7 @@ def search(
             num_threads=num_threads,
             num_rewritten=num_rewritten,
             prefer=prefer,
-            progress=told or _shown_by(show),
+            progress=progress if callable(progress) else _shown_by(show),
         )
 
 
@@ -424,7 +423,7 @@ def execute(
             "backend='nccl' to train on the GPUs of this machine",
             stacklevel=2,
         )
-    with progress_bar(enabled=progress if steps > 1 else False) as show:
+    with progress_bar(enabled=steps > 1 and progress) as show:
         result = run(
             plan,
             used,
