@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import stratagem as sg
@@ -29,16 +29,20 @@ def bert(size: str) -> sg.OperatorGraph:
     )
 
 
+def chosen_anew(plan: sg.Plan, change: Callable[[str, sg.Choice], sg.Choice]) -> sg.Plan:
+    """The plan with every choice changed, by the name of its operator."""
+    stages = [
+        replace(stage, choices={name: change(name, each) for name, each in stage.choices.items()})
+        for stage in plan.stages
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
 def with_fused(plan: sg.Plan, graph: sg.OperatorGraph) -> sg.Plan:
     """The plan with every update inside the collective that sums its gradients."""
-    stages = []
-    for stage in plan.stages:
-        choices = {
-            name: replace(choice, fused=bool(graph.operator(name).weights))
-            for name, choice in stage.choices.items()
-        }
-        stages.append(replace(stage, choices=choices))
-    return replace(plan, stages=tuple(stages))
+    return chosen_anew(
+        plan, lambda name, choice: replace(choice, fused=bool(graph.operator(name).weights))
+    )
 
 
 def _updates() -> Outcome:
@@ -97,14 +101,9 @@ PIECES = (2, 4, 8)
 
 def in_pieces(plan: sg.Plan, chosen: Collection[str], chunks: int) -> sg.Plan:
     """The plan with some operators in pieces, each summed while the next is computed."""
-    stages = []
-    for stage in plan.stages:
-        choices = {
-            name: replace(choice, chunks=chunks if name in chosen else 1)
-            for name, choice in stage.choices.items()
-        }
-        stages.append(replace(stage, choices=choices))
-    return replace(plan, stages=tuple(stages))
+    return chosen_anew(
+        plan, lambda name, choice: replace(choice, chunks=chunks if name in chosen else 1)
+    )
 
 
 def is_summed(operator: Operator) -> bool:

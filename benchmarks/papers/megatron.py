@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import stratagem as sg
@@ -72,15 +73,14 @@ def model_flops(layers: int, hidden: int, batch: int) -> float:
     return 96.0 * tokens * layers * hidden**2 * (1.0 + of_attention + of_logits)
 
 
-def step(graph: sg.OperatorGraph, num_devices: int, **setup: object) -> float:
-    """Seconds of a step with everything recomputed and gradients reduced at its end."""
-    stated = sg.TrainingSetup(
-        training=SC21,
-        recompute="full",
-        overlap_gradients=False,
-        **setup,
-    )
-    return sg.simulate(stated.plan(graph, selene(num_devices)), graph).step_time
+def stated(training: sg.Training = SC21, **setup: Any) -> sg.TrainingSetup:
+    """A setup with everything recomputed and gradients reduced at the end of a step."""
+    return sg.TrainingSetup(training=training, recompute="full", overlap_gradients=False, **setup)
+
+
+def step(graph: sg.OperatorGraph, num_devices: int, setup: sg.TrainingSetup) -> float:
+    """Seconds of a step."""
+    return sg.simulate(setup.plan(graph, selene(num_devices)), graph).step_time
 
 
 def _weak_scaling() -> Outcome:
@@ -94,31 +94,24 @@ def _weak_scaling() -> Outcome:
             parts, rest = divmod(batch, microbatch * data)
             uneven = layers % (pipeline * rounds) or (rounds > 1 and parts % pipeline)
             if not rest and not uneven:
-                setup = {"microbatch": microbatch, "tensor": tensor, "pipeline": pipeline}
-                steps.append(step(graph, gpus, virtual_stages=rounds, **setup))
+                setup = stated(
+                    microbatch=microbatch, tensor=tensor, pipeline=pipeline, virtual_stages=rounds
+                )
+                steps.append(step(graph, gpus, setup))
         found[size] = model_flops(layers, hidden, batch) / (min(steps) * gpus) / 1e12
     return Outcome(found)
 
 
 def _gpt3_step() -> Outcome:
-    graph = gpt3(64)
-    setup = sg.TrainingSetup(
-        microbatch=1,
-        tensor=8,
-        pipeline=8,
-        virtual_stages=3,
-        training=replace(SC21, fused_accumulation=True),
-        recompute="full",
-        overlap_gradients=False,
-        inputs_first=True,
-    )
-    return Outcome({"step": sg.simulate(setup.plan(graph, selene(64)), graph).step_time})
+    fusing = replace(SC21, fused_accumulation=True)
+    sizes = {"microbatch": 1, "tensor": 8, "pipeline": 8, "virtual_stages": 3}
+    return Outcome({"step": step(gpt3(64), 64, stated(fusing, inputs_first=True, **sizes))})
 
 
 def _interleaving() -> Outcome:
     graph = gpt3(12)
     one, two = (
-        step(graph, 96, microbatch=1, tensor=8, pipeline=12, virtual_stages=rounds)
+        step(graph, 96, stated(microbatch=1, tensor=8, pipeline=12, virtual_stages=rounds))
         for rounds in (1, 2)
     )
     return Outcome({"gain": one / two})
@@ -132,15 +125,7 @@ def unshared(plan: sg.Plan, graph: sg.OperatorGraph) -> float:
 
 def _scatter_gather() -> Outcome:
     graph = gpt3(60)
-    setup = sg.TrainingSetup(
-        microbatch=1,
-        tensor=8,
-        pipeline=12,
-        virtual_stages=2,
-        training=SC21,
-        recompute="full",
-        overlap_gradients=False,
-    )
+    setup = stated(microbatch=1, tensor=8, pipeline=12, virtual_stages=2)
     gains = {}
     for name in (SELENE, "a100-800g"):
         plan = setup.plan(graph, sg.Cluster.preset(name).with_devices(96))
