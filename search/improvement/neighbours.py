@@ -24,7 +24,7 @@ from stratagem.searcher.space.schedule_traits import (
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.stage_cuts import StageCutter, cut_stages
-from stratagem.searcher.space.strategies import with_recompute
+from stratagem.searcher.space.strategies import sharding_samples, with_recompute
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain, chain_of
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -193,8 +193,8 @@ def neighbours(here: PipelineToChange) -> Iterator[Neighbour]:
     may change sides. Both cuts of a stage go to the next such places together, too. Of the slowest
     stage single operators go to those beside it.
     An operator that comes into another stage chooses as its like does there; where there is none,
-    it keeps its choice, if the meshes have one shape. Smaller microbatches may be too small for
-    the choices (see `Plan.check`).
+    it keeps its choice, if the meshes have one shape, and shards samples if not. Smaller
+    microbatches may be too small for the choices (see `Plan.check`).
 
     Where all meshes have one shape, ranks may have more stages each or fewer, so that a pipeline
     becomes interleaved (Narayanan et al. 2021) or ceases to be: the graph is cut anew, operators
@@ -240,10 +240,8 @@ def _other_cuts(here: PipelineToChange) -> Iterator[Change]:
     for to in moved + _moved_alike(ends, cuts):
         at = [to.get(s, end) for s, end in enumerate(ends[:-1])]
         then = replace(skeleton, stages=cut_stages(graph, operators, at))
-        carried = _carried(skeleton, then, choices, graph)
-        if carried is not None:
-            names = (f"cut {s + 1} before {order[place]!r}" for s, place in to.items())
-            yield Change(" and ".join(names), then, carried)
+        names = (f"cut {s + 1} before {order[place]!r}" for s, place in to.items())
+        yield Change(" and ".join(names), then, _carried(skeleton, then, choices, graph))
 
 
 def cut_elsewhere(skeleton: Skeleton, graph: OperatorGraph) -> Iterator[Skeleton]:
@@ -312,14 +310,14 @@ def _around(places: list[int], place: int) -> list[int]:
     return [*places[max(before - 1, 0) : before], *places[behind : behind + 1]]
 
 
-def _carried(
-    old: Skeleton, new: Skeleton, choices: Choices, graph: OperatorGraph
-) -> Choices | None:
-    """The choices on the new skeleton; None where an operator that changes its stage has none.
+def _carried(old: Skeleton, new: Skeleton, choices: Choices, graph: OperatorGraph) -> Choices:
+    """The choices on the new skeleton.
 
-    Of several that are like it, it chooses as the last one.
+    An operator that changes its stage chooses as the last of those there that are like it. Where
+    there is none, and its choice is for a mesh of another shape, it shards samples.
     """
     shape_of = _by_operator(old, [mesh.shape for mesh in old.meshes])
+    small = graph.microbatch(new.num_microbatches)
     found = dict(choices)
     for before, names, mesh in zip(old.stages, new.stages, new.meshes, strict=True):
         come = set(names).difference(before)
@@ -329,7 +327,11 @@ def _carried(
             if signature in like:
                 found[name] = like[signature]
             elif shape_of[name] != mesh.shape:
-                return None
+                known = choices[name]
+                sampled = sharding_samples(
+                    small, small.operator(name), mesh.shape, zero=known.zero
+                )
+                found[name] = replace(sampled, recompute=known.recompute)
     return found
 
 

@@ -37,10 +37,21 @@ class LeftWhole(UserWarning):
 
 def data_parallel(graph: OperatorGraph, shape: Sequence[int], *, zero: int = 0) -> Choices:
     """Every axis shards the samples; `zero` is the ZeRO stage (Rajbhandari et al. 2020)."""
-    return {
-        operator.name: _with_zero(graph, operator, _sample_config(operator, shape, ()), zero)
-        for operator in graph.operators
-    }
+    return {op.name: sharding_samples(graph, op, shape, zero=zero) for op in graph.operators}
+
+
+def sharding_samples(
+    graph: OperatorGraph, operator: Operator, shape: Sequence[int], *, zero: int = 0
+) -> Choice:
+    """The choice of one operator under `data_parallel`.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([8, 8], batch=4)
+        >>> str(sharding_samples(graph, graph.operator("layers.0"), (2,)).config[0])
+        'S(sample)'
+    """
+    return _with_zero(graph, operator, _sample_config(operator, shape, ()), zero)
 
 
 def tensor_parallel(

@@ -151,13 +151,18 @@ def test_an_operator_chooses_as_its_like_does_where_it_comes() -> None:
     assert moved
     assert all(later.choices[name] == first[name] for name in moved)
     assert any(second[name] != first[name] for name in moved)
-    # The head has no like in the first stage, whose mesh has another shape: it cannot go there.
+    # What has no like in the first stage, whose mesh has another shape, shards samples there.
+    # Such moves were left out, and with them the only way to the best pipeline of a small model.
     last = cut_at(graph, len([n for n in names if not is_source(graph, n)]) - 2)
     lonely = Skeleton(last, meshes, 1, "1f1b", ("none", "none"))
     own = {n: first[n] for n in last[0]} | {n: second[n] for n in last[1]}
-    near = near_by(lonely, own, graph)
-    assert near
-    assert all(len(each.skeleton.stages[0]) <= len(last[0]) for each in near)
+    there = near_by(lonely, own, graph, slowest=1)
+    longer = [near for near in there if len(near.skeleton.stages[0]) > len(last[0])]
+    assert longer
+    for near in longer:
+        come = set(near.skeleton.stages[0]) - set(last[0])
+        assert {n: near.choices[n] for n in come} == {n: first[n] for n in come}
+        assert any(first[n] != second[n] for n in come)
 
 
 def test_single_changes_lead_to_the_best_cut_there_is() -> None:
