@@ -70,6 +70,7 @@ class StopReason(enum.Enum):
     SETTLED = "the skeletons chosen were searched in full, the others bounded only"
     LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
     NEAR = "the gap that was asked for is proved: nobody can find a plan that is better by more"
+    ALIKE = "what could still be gained is less than what predictions tell apart"
     PROVED = "the lower bound proves that no plan of the space is better"
     NOTHING_FITS = "no plan of the space was found to fit the memory"
 
@@ -87,8 +88,9 @@ class Budget:
         evaluations: plans to evaluate.
         seconds: wall time; None has no limit.
         gap: share of a step: the search ends as soon as it is proved that no plan of the space
-            takes so much less than the best one found (`SearchResult.gap`). With 0.05 it ends
-            where what could be gained is less than predictions tell apart. With 0 it goes on.
+            takes so much less than the best one found (`SearchResult.gap`), once choices were
+            made on the skeletons of the best known strategies. With 0.05 it ends where what could
+            be gained is less than predictions tell apart. With 0 it goes on.
 
     Raises:
         ValueError: on a negative number, or a gap of 1 or more.

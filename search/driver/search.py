@@ -15,7 +15,7 @@ from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
-from stratagem.searcher.improvement.simpler_plans import simplest
+from stratagem.searcher.improvement.simpler_plans import TELLS_APART, simplest
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, digest
@@ -26,6 +26,7 @@ from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.schedule_traits import schedules_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions import Rewritten, Substituted
@@ -97,7 +98,10 @@ def search(
         training: precision and optimizer; those of `start` when left out, without one float32 and
             Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
             states do.)
-        budget: evaluations to spend, and perhaps seconds.
+        budget: evaluations to spend, and perhaps seconds. When left out, models of at least
+            `SMALL_OPERATORS` operators are searched until what could still be gained is proved to
+            be less than predictions tell apart (`TELLS_APART`), or `Budget.evaluations` are spent;
+            smaller ones, which take a second or so, until these are.
         seed: of every random number.
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
@@ -138,7 +142,7 @@ def search(
     _check_counts(num_skeletons, num_bounded, zero_stages)
     if prefer not in PREFERENCES:
         raise unknown("preference", prefer, PREFERENCES)
-    spend, base = budget or Budget(), _training(training, start)
+    spend, base = budget or _usual_budget(graph), _training(training, start)
     begin = time.monotonic()
     if isinstance(schedule, str):
         schedule = (schedule,)
@@ -171,10 +175,17 @@ def search(
                 raise
             parts[-1] = replace(parts[-1], stop_reason=StopReason.INTERRUPTED)
             break
+        if budget is None and part.stop_reason is StopReason.NEAR:
+            part = replace(part, stop_reason=StopReason.ALIKE)
         parts.append(part)
         if part.stop_reason is StopReason.INTERRUPTED:
             break
     return _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+
+
+def _usual_budget(graph: OperatorGraph) -> Budget:
+    """That of a search which is given none."""
+    return Budget(gap=TELLS_APART if len(graph.operators) >= SMALL_OPERATORS else 0.0)
 
 
 def _check_counts(

@@ -106,6 +106,7 @@ class SearchCourse:
             seed,
             space.quick,
         )
+        self._fewer = FewerDevices(space, lambda: self.incumbent.time)
         self._known_strategies = KnownStrategies(space, self.incumbent, self._sharpener)
 
     @property
@@ -157,18 +158,28 @@ class SearchCourse:
     ) -> StopReason:
         space, offer = self.space, self.incumbent.offer
         space.unlisted_bound = 0.0
+        # What may end the search before stages are planned is known first.
+        ahead: Sequence[Candidate] | None = [] if self.budget.gap else None
         self.report("simulating baselines", 0.0)
         with self._known_strategies.simulated(schedules[0], baselines, self._workers):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
             looks = self._looks(groups)
-            stages = self._plan_stages(num_skeletons)
+            stages = self._plan_stages(num_skeletons) if ahead is None else ahead
             # Before bounds take what time there is.
             early = None if self.budget.seconds is None else space.simulated(stages, offer)
             self.report("bounding skeletons", 0.1)
             space.look_at(groups, [part.result() for part in looks])
             if not space.situation.clock.is_brief:
                 space.bound_pipelines()
+        # A start is among the choices of its skeleton from the first, so that none is renumbered.
+        own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
+        if ahead is not None:
+            self._list_idle()
+            if self._is_near_enough():
+                known = begun_by(own, self._known_strategies.entries(NEARLY))
+                return self._search_all(known[:num_skeletons]) or StopReason.NEAR
+            stages, early = self._plan_stages(num_skeletons), None
         planned = space.take_all(space.simulated(stages, offer) if early is None else early)
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
@@ -180,16 +191,16 @@ class SearchCourse:
         self.report("refining pipelines", 0.25)
         refined = improver.refine(best_ranked, num_skeletons, self._shares.is_up)
         best_ranked = first_policies(refined)[:num_skeletons]
-        # A start is among the choices of its skeleton from the first, so that none is renumbered.
-        own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
         idle = improver.refine(self._leave_idle(num_skeletons), num_skeletons, self._shares.is_up)
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
+        best_ranked = first_policies(sorted([*refined, *idle], key=lambda e: e.rank))
         if self._is_near_enough():
-            return StopReason.NEAR
+            known = begun_by(own, best_ranked)
+            return self._search_all(known[:num_skeletons]) or StopReason.NEAR
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
         left -= self._bound_found(found, left)
@@ -197,24 +208,19 @@ class SearchCourse:
             self._bound_recut()
         best_ranked = first_policies(sorted([*found, *refined, *idle], key=lambda e: e.rank))
         best_ranked = best_ranked[:num_skeletons]
-        promising = self._promising(best_ranked)[:num_skeletons]
+        promising = space.promising(best_ranked, self.incumbent.time)[:num_skeletons]
         walked = improver.walk(
-            begun_by(own, [*promising, *self._settled(num_skeletons)]),
+            begun_by(own, [*promising, *space.settled(num_skeletons)]),
             self.budget.evaluations,
             self.seed,
             self._shares.past(WALKED),
             self._spend,
         )
-        chosen, least = begun_by(own, walked), self.budget.least(self.space.num_operators)
-        for number, entry in enumerate(chosen):
-            spare = max(0, self.budget.evaluations - self.evaluations)
-            share = max(least, -(-spare // (len(chosen) - number)))
-            self._search_entry(entry, share, number, len(chosen))
-            if self._shares.is_up():
-                return StopReason.SECONDS
-            if self._is_near_enough():
-                return StopReason.NEAR
+        ended = self._search_all(begun_by(own, walked), self._is_near_enough)
+        if ended is not None:
+            return ended
         self._search_nearly_as_good()
+        least = self.budget.least(self.space.num_operators)
         anew = DESCENT_EVALUATIONS if least and self._is_small else 0
         for turn in range(MOST_DESCENTS):
             found = improver.descend(self._shares.is_up, anew)
@@ -272,12 +278,17 @@ class SearchCourse:
         operators = self.space.num_operators
         return affordable(MOST_DRAFTED, DRAFTED_OPERATORS, operators, least=2 * most)
 
+    def _list_idle(self) -> list[list[SkeletonEntry]]:
+        """List skeletons that leave devices idle, where that may be better, if they are not."""
+        if self.space.unlisted_bound == 0.0:
+            self._idle = self.space.listed(self._fewer.skeletons())
+            self.space.look_at(self._idle, [part.result() for part in self._looks(self._idle)])
+            self.space.unlisted_bound = np.inf
+        return self._idle
+
     def _leave_idle(self, most: int) -> list[SkeletonEntry]:
         """Skeletons that leave devices idle, where that may be better; the best first."""
-        space, fewer = self.space, FewerDevices(self.space, lambda: self.incumbent.time)
-        groups = space.listed(fewer.skeletons())
-        space.look_at(groups, [part.result() for part in self._looks(groups)])
-        space.unlisted_bound = np.inf
+        space, fewer, groups = self.space, self._fewer, self._list_idle()
         ranked = self._rank(in_turn(entry for group in groups for entry in group))
         drafted = fewer.planned(self._num_drafted(most), ranked, self._shares.late(SURVEYED))
         planned = space.take_all(space.simulated(drafted, self.incumbent.offer))
@@ -323,33 +334,20 @@ class SearchCourse:
         worth = [entry for entry in found if entry.bound < self.incumbent.time]
         return len(self._bound_entries(worth[:most], self._shares.is_up))
 
-    def _promising(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
-        """Skeletons worth searching: first where best plan known and bound together are least.
-
-        Where all of these are excluded, those that were not sharpened are left, the weakest first.
-        """
-        bounded = [e for e in self.space.entries if e.fate is Fate.BOUNDED and e.met is not None]
-        if not bounded:
-            return list(listed)
-        order = sorted(bounded, key=lambda e: e.promise)
-        others = sorted(
-            (e for e in self.space.entries if e.fate is Fate.OPEN), key=lambda e: e.bound
-        )
-        for group in ([*order, *listed], others):
-            left = [e for e in group if e.bound < self.incumbent.time]
-            found = [e for e in first_policies(left) if e.fate is not Fate.ENUMERATED]
-            if found:
-                return found
-        return []
-
-    def _settled(self, most: int) -> list[SkeletonEntry]:
-        """The best pipelines whose every plan was scored: only other skeletons can be better."""
-        found = [
-            entry
-            for entry in self.space.entries
-            if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
-        ]
-        return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
+    def _search_all(
+        self, entries: Sequence[SkeletonEntry], is_enough: Callable[[], bool] = lambda: False
+    ) -> StopReason | None:
+        """Search skeletons one after the other; why it ended before the last."""
+        least = self.budget.least(self.space.num_operators)
+        for number, entry in enumerate(entries):
+            spare = max(0, self.budget.evaluations - self.evaluations)
+            share = max(least, -(-spare // (len(entries) - number)))
+            self._search_entry(entry, share, number, len(entries))
+            if self._shares.is_up():
+                return StopReason.SECONDS
+            if is_enough():
+                return StopReason.NEAR
+        return None
 
     def _search_entry(
         self, entry: SkeletonEntry, evaluations: int, number: int, count: int
@@ -516,14 +514,15 @@ class SearchCourse:
         Those on meshes of fewer axes, whose tables are small, come first: better plans are met
         there, which exclude some of the others. Of equal ones the weakest come first. What is
         sharpened at the same time differs in more than its policy: the bound of one policy often
-        excludes those that recompute more.
+        excludes those that recompute more. What cannot be better by more than the gap asked for is
+        left alone.
         """
         left = most
         while left and work_left > 0:
             weak = [
                 entry
                 for entry in self.space.entries
-                if entry.bound < self.incumbent.time
+                if entry.bound < self.incumbent.time * (1 - self.budget.gap)
                 and entry.fate in (Fate.OPEN, Fate.RANKED)
                 and not entry.is_brief
             ]

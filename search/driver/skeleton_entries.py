@@ -337,6 +337,36 @@ class Space:
         made = known_strategies(small, shape, zero_stages=zeros, model_zero_stages=zeros[:2])
         return [with_recompute(small, choices, skeleton.policies[0]) for choices in made]
 
+    def promising(self, listed: Sequence[SkeletonEntry], best: float) -> list[SkeletonEntry]:
+        """Skeletons worth searching: first where best plan known and bound together are least.
+
+        Where all of these are excluded, those that were not sharpened are left, the weakest first.
+
+        Args:
+            listed: those that come behind the ones whose bounds were sharpened.
+            best: seconds of the best plan known of all.
+        """
+        bounded = [e for e in self.entries if e.fate is Fate.BOUNDED and e.met is not None]
+        if not bounded:
+            return list(listed)
+        order = sorted(bounded, key=lambda e: e.promise)
+        others = sorted((e for e in self.entries if e.fate is Fate.OPEN), key=lambda e: e.bound)
+        for group in ([*order, *listed], others):
+            left = [e for e in group if e.bound < best]
+            found = [e for e in first_policies(left) if e.fate is not Fate.ENUMERATED]
+            if found:
+                return found
+        return []
+
+    def settled(self, most: int) -> list[SkeletonEntry]:
+        """The best pipelines whose every plan was scored: only other skeletons can be better."""
+        found = [
+            entry
+            for entry in self.entries
+            if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
+        ]
+        return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
+
     def recut(self, best: float) -> list[Skeleton]:
         """The most promising pipelines with one cut elsewhere, where they compute least at least.
 

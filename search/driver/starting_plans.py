@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline, baseline_names
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart
+from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import why_not_searched
+from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
@@ -93,6 +95,7 @@ class KnownStrategies:
     def __init__(self, space: Space, incumbent: Incumbent, sharpener: Sharpener) -> None:
         self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
         self.baselines: dict[str, Simulation] = {}
+        self._admitted: list[Simulation] = []
 
     def first(self, schedule: str, methods: Sequence[str]) -> bool:
         """Simulate baselines until there is a plan to hand back, and whether there is one."""
@@ -121,6 +124,23 @@ class KnownStrategies:
             raise
         self._take_all(parts)
 
+    def entries(self, slack: float) -> list[SkeletonEntry]:
+        """The skeletons of the baselines that the search may choose for, the best plan's first.
+
+        Args:
+            slack: those that take more than so many times the best plan of all are left out.
+        """
+        space, most = self._space, slack * self._incumbent.time
+        graph, cluster = space.situation.graph, space.situation.cluster
+        found = []
+        # The best comes last, so that it is the first start of its skeleton.
+        for known in sorted(self._admitted, key=rank, reverse=True):
+            plan = known.plan
+            if known.step_time <= most and not not_chosen_for(plan, graph.fingerprint):
+                alike = canonical(space.skeleton_of(plan), choices_of(plan), cluster)
+                found.append(space.take(*alike, known))
+        return first_policies(found[::-1])
+
     def _take_all(self, parts: Mapping[str, WorkPart[Plan | None]]) -> None:
         for name, part in parts.items():
             if name not in self.baselines:
@@ -128,8 +148,10 @@ class KnownStrategies:
 
     def _take(self, name: str, plan: Plan | None) -> None:
         if plan is not None:
-            self.baselines[name] = self._space.situation.simulate(plan, always=True)
-            self._incumbent.offer(self.baselines[name])
+            found = self._space.situation.simulate(plan, always=True)
+            self.baselines[name] = found
+            if self._incumbent.offer(found):
+                self._admitted.append(found)
 
 
 def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Plan | None:

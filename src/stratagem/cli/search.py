@@ -123,11 +123,18 @@ def search(
     space: Annotated[
         bool, typer.Option("--space", help="list every skeleton and what became of it")
     ] = False,
-    evaluations: Annotated[int, typer.Option(help="plans to evaluate")] = Budget.evaluations,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(help=f"plans to evaluate: {Budget.evaluations:,} when left out"),
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
     gap: Annotated[
-        float, typer.Option(help="stop once no plan is proved to take so much less, a share")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="stop once no plan is proved to take so much less, a share; where none of the "
+            "three is given large models stop at what predictions tell apart"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="of every random number")] = 0,
     measure: Measure = False,
     plot: Plot = None,
@@ -173,7 +180,7 @@ def search(
         place,
         costs=costs,
         training=training,
-        budget=Budget(evaluations, seconds, gap),
+        budget=_budget(evaluations, seconds, gap),
         seed=seed,
         schedule=schedule,
         options=options,
@@ -257,6 +264,14 @@ def _headroom(given: str) -> float | str:
         raise ValueError(
             f"--headroom {given!r}: write a share of the memory, such as 0.1, or {MEASURED}"
         ) from None
+
+
+def _budget(evaluations: int | None, seconds: float | None, gap: float | None) -> Budget | None:
+    """What a search may spend; none where nothing is said of it."""
+    if evaluations is None and seconds is None and gap is None:
+        return None
+    spend = Budget.evaluations if evaluations is None else evaluations
+    return Budget(spend, seconds, gap or 0.0)
 
 
 def _dims_on_axes(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:

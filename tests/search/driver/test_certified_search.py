@@ -384,4 +384,4 @@ def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None
     sharpened.met = Bound(sharpened.bound, np.zeros(1, dtype=np.int64), 1.0, 0, (), False), 0.0
     for number, entry in enumerate(others):
         entry.bound = course.incumbent.time * (0.5 if number == 2 else 1.5)
-    assert course._promising([sharpened]) == [others[2]]
+    assert space.promising([sharpened], course.incumbent.time) == [others[2]]
