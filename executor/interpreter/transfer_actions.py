@@ -113,7 +113,10 @@ def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
 
 
 def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: NamedValues) -> Action:
-    """The action of a bucket: its parts go through each step together."""
+    """The action of a bucket: its parts go through each step together.
+
+    What they give is added to what is there, or takes its place.
+    """
     values, parts = memory.values, instruction.parts
     routes = [_route(part, seat, comm) for part in parts]
     held = [_spec(part).part(seat) for part in parts]
@@ -121,15 +124,27 @@ def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: NamedVal
     sources = [part.source for part in parts if part.source is not None]
     ends = [(part.target, _finisher(part)) for part in parts if part.target is not None]
 
+    adds = parts[0].adds
+    if any(part.adds != adds for part in parts):
+        raise ValueError(
+            f"bundle of {instruction}: some of its conversions add, and others do not"
+        )
+
     def run() -> None:
         tensors: list[Tensor] = [
             values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
         ]
-        memory.before_sum([target for target, _ in ends])
+        if adds:
+            memory.before_sum([target for target, _ in ends])
         pending, finishes = start_together(routes, tensors)
         memory.begun.append(pending.ending)
         for (target, final), finish in zip(ends, finishes, strict=True):
-            memory.promise_sum(target, partial(_finished, final, finish), pending.is_over)
+            given = partial(_finished, final, finish)
+            if adds:
+                memory.promise_sum(target, given, pending.is_over)
+            else:
+                memory.forget(target)
+                memory.promise(target, given)
 
     return run
 

@@ -5,7 +5,8 @@
 
 Gradients are brought together as soon as an operator's last backward pass is over, or that of the
 last operator of its bucket; backward goes on meanwhile. A weight is gathered while the operator in
-front of its own runs, and a new value published while others are updated. Updates wait for the end
+front of its own runs, and a new value, or those of a bucket, published while others are updated.
+Updates wait for the end
 of the step, when stages first exchange the gradients of the parameters that they share. Where
 weights are stashed, each microbatch ends in updates of its stage.
 """
@@ -40,7 +41,14 @@ from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.parameter_homes import ParameterUse, gradient_buckets
 from stratagem.simulator.stage.stage_blocks import PREFETCH
 
-BUNDLED = frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.SLICE})
+BUNDLED = frozenset(
+    {
+        Collective.ALL_REDUCE,
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_GATHER,
+        Collective.SLICE,
+    }
+)
 """Collectives that several tensors can share."""
 
 
@@ -57,8 +65,8 @@ def _can_share(convert: Convert) -> bool:
 class ParameterWriter:
     """Writes what the ranks of one stage do with its parameters.
 
-    `_held` has the syncs of a bucket that is not full, `_passed` where gathers may begin: at the
-    start of the block, and behind each of its passes with weights.
+    `_held` has the syncs of a bucket that is not full, or what publishes it, `_passed` where
+    gathers may begin: at the start of the block, and behind each of its passes with weights.
     """
 
     def __init__(self, writer: Writer, weights: Weights) -> None:
@@ -80,6 +88,7 @@ class ParameterWriter:
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
         self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
+        self._in_buckets = context.plan.bucket_bytes > 0
         self._has_two_homes = context.plan.is_mirrored
 
     def stored(self) -> tuple[Stored, ...]:
@@ -176,7 +185,7 @@ class ParameterWriter:
             self._ready.append(i)
 
     def _flush(self) -> None:
-        """Write the syncs of a bucket, those along equal steps as one."""
+        """Write the conversions of a bucket, those along equal steps as one."""
         groups: dict[object, list[Convert]] = {}
         for number, convert in enumerate(self._held):
             steps = tuple((step.collective, step.axis) for step in convert.steps)
@@ -388,12 +397,15 @@ class ParameterWriter:
             )
             self._writer.write(Update(self._name(i), parameters, norm, self._share))
         done = {use.home_value for use in owned}
+        into = self._held if self._in_buckets else self._writer.instructions
         for use in owned:
             if not use.is_gathered:
-                self._publish(use, f"{self._name(i)} publish", microbatch, done)
+                self._publish(use, f"{self._name(i)} publish", microbatch, done, into)
+        if i in self._closes:
+            self._flush()
         for use in self._weights.tied_to(i):
             if use.stage == self._writer.stage:
-                self._publish(use, self._tie(use), microbatch, done)
+                self._publish(use, self._tie(use), microbatch, done, self._writer.instructions)
 
     def _direct(self, use: WeightUse, norm: str | None, microbatch: int) -> str | None:
         """Make the direction of a matrix that Muon trains, and bring it to all of the stage."""
@@ -418,7 +430,14 @@ class ParameterWriter:
             layout=use.weight.layout,
         )
 
-    def _publish(self, use: WeightUse, task: str, microbatch: int, done: set[str]) -> None:
+    def _publish(
+        self,
+        use: WeightUse,
+        task: str,
+        microbatch: int,
+        done: set[str],
+        into: list[Instruction],
+    ) -> None:
         if use.used_value in done:
             return
         done.add(use.used_value)
@@ -435,6 +454,7 @@ class ParameterWriter:
             layout=use.weight.layout,
             alias=False,
             later=True,
+            into=into,
         )
 
     # -- between stages -------------------------------------------------------------------------

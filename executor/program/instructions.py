@@ -250,7 +250,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Conversions along equal steps, which share each collective: a bucket of gradients."""
+    """Conversions along equal steps, which share each collective: a bucket of gradients, or of
+
+    parameters that were updated. All parts add to what they give, or none does.
+    """
 
     parts: tuple[Convert, ...]
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from stratagem.simulator.hardware.collective_times import Collective
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, intersection
+
+T = TypeVar("T")
 
 
 def run_steps(
@@ -114,10 +117,11 @@ class Route:
 
 def start_together(
     routes: Sequence[Route], tensors: Sequence[Tensor]
-) -> tuple[Pending[Tensor], list[Callable[[], Tensor]]]:
+) -> tuple[Pending[list[Tensor]], list[Callable[[], Tensor]]]:
     """Begin routes of equal steps, all their tensors in one collective a step.
 
-    Every rank has a part of every tensor, and steps are all-reduces, reduce-scatters and slices.
+    Every rank has a part of every tensor, and steps are all-reduces, reduce-scatters, all-gathers
+    and slices.
 
     Example:
         >>> pending, finish = start_together([one, other], [weight, bias])  # doctest: +SKIP
@@ -132,39 +136,60 @@ def start_together(
         [line for line in lines if line] for lines in zip(*(r.lines for r in routes), strict=True)
     ]
     for lines in rows[:-1]:
-        pending, shapes = _start_step(lines, found)
-        found = _parted(pending.finish(), shapes)
-    last, shapes = _start_step(rows[-1], found)
+        found = _start_step(lines, found).finish()
+    last = _start_step(rows[-1], found)
     parts: list[Tensor] = []
 
     def part(number: int) -> Tensor:
         if not parts:
-            parts.extend(_parted(last.finish(), shapes))
+            parts.extend(last.finish())
         return parts[number]
 
     return last, [partial(part, number) for number in range(len(routes))]
 
 
-def _start_step(
-    lines: Sequence[_Line], tensors: Sequence[Tensor]
-) -> tuple[Pending[Tensor], list[torch.Size]]:
-    """One collective for all tensors laid end to end, and the shapes of the results."""
+def _start_step(lines: Sequence[_Line], tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    """One collective for all tensors laid end to end."""
     first = lines[0]
     match first.step.collective:
         case Collective.ALL_REDUCE:
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            shapes = [tensor.shape for tensor in tensors]
-            return first.comm.start_all_reduce(flat, first.group, overwrite=True), shapes
+            summed = first.comm.start_all_reduce(_flat(tensors), first.group, overwrite=True)
+            return _then(summed, partial(_parted, shapes=[tensor.shape for tensor in tensors]))
         case Collective.REDUCE_SCATTER:
             each = _by_member(lines, tensors)
-            shapes = [torch.Size(line.shape) for line in lines]
-            return first.comm.start_reduce_scatter(each, first.group), shapes
+            scattered = first.comm.start_reduce_scatter(each, first.group)
+            return _then(scattered, partial(_parted, shapes=[line.shape for line in lines]))
+        case Collective.ALL_GATHER:
+            totals = [(sum(map(math.prod, each)),) for each in _shapes_by_member(lines)]
+            gathered = first.comm.start_all_gather(_flat(tensors), totals, first.group)
+            return _then(gathered, partial(_joined, lines))
         case _:
             run = _STEPS[first.step.collective]
             cuts = [run(line, tensor) for line, tensor in zip(lines, tensors, strict=True)]
             there = [tensor for tensor in cuts if tensor is not None]
-            flat = torch.cat([tensor.reshape(-1) for tensor in there])
-            return done(flat), [tensor.shape for tensor in there]
+            return done(_parted(_flat(there), [tensor.shape for tensor in there]))
+
+
+def _then(pending: Pending[T], last: Callable[[T], list[Tensor]]) -> Pending[list[Tensor]]:
+    """A collective whose result is taken apart when it is there."""
+    return Pending(lambda: last(pending.finish()), pending.ending, pending.is_over)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _shapes_by_member(lines: Sequence[_Line]) -> list[tuple[Shape, ...]]:
+    """Per member what it has of each tensor."""
+    return list(zip(*(line.shapes for line in lines), strict=True))
+
+
+def _joined(lines: Sequence[_Line], rows: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of what each member had of all of them."""
+    pieces = [
+        _parted(row, shapes) for row, shapes in zip(rows, _shapes_by_member(lines), strict=True)
+    ]
+    return [line.joined(each) for line, *each in zip(lines, *pieces, strict=True)]
 
 
 def _by_member(lines: Sequence[_Line], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -188,8 +213,8 @@ def _by_member(lines: Sequence[_Line], tensors: Sequence[Tensor]) -> Sequence[Te
     return torch.unbind(made)
 
 
-def _parted(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
+def _parted(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -19,6 +19,9 @@ Distinct = TypeVar("Distinct")
 MANY = 1000
 """Numbers from which on it is quicker to view one zero as all of them than to write zeros."""
 
+Latency = Mapping[str, tuple[int, float]]
+"""By path of collectives how many tensors take it, and what one of them waits in seconds."""
+
 NO_COST = "none"
 """The source of the cost of an operator that costs nothing."""
 
@@ -77,12 +80,12 @@ class OperatorRow:
     optimizer, `publish` brings updated parameters back (ZeRO-1 and 2), `stash` copies them as they
     are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
-    path in seconds. `unsharded_gradient_bytes` fill buckets (see `parameter_homes`).
-    `relative_error` is that of forward and backward. `inner_forward` and `inner_backward` are the
-    ns that collectives inside the passes take, of one piece. `saved_slots` are the inputs that
-    backward needs, `saves_output` says whether it needs the output. `runs_again` says whether
-    recomputing it means to run it again, or only to bring back its inputs (see
-    `checkpoint_segments.run_again`).
+    path in seconds; `publish_latency` is the same of `publish`. `unsharded_gradient_bytes` fill
+    buckets (see `parameter_homes`). `relative_error` is that of forward and backward.
+    `inner_forward` and `inner_backward` are the ns that collectives inside the passes take, of one
+    piece. `saved_slots` are the inputs that backward needs, `saves_output` says whether it needs
+    the output. `runs_again` says whether recomputing it means to run it again, or only to bring
+    back its inputs (see `checkpoint_segments.run_again`).
     """
 
     choices: tuple[Choice, ...]
@@ -102,7 +105,8 @@ class OperatorRow:
     update: PricedTime
     publish: PricedTime
     stash: PricedTime
-    sync_latency: tuple[Mapping[str, tuple[int, float]], ...]
+    sync_latency: tuple[Latency, ...]
+    publish_latency: tuple[Latency, ...]
     relative_error: Floats
     sources: tuple[str, ...]
     parameter_bytes: Ints

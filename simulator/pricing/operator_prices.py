@@ -41,7 +41,13 @@ from stratagem.simulator.operators.kinds.experts import with_loads
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes, shape_of
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
-from stratagem.simulator.pricing.cost_rows import NO_COST, OperatorRow, timed_rows, to_ns
+from stratagem.simulator.pricing.cost_rows import (
+    NO_COST,
+    Latency,
+    OperatorRow,
+    timed_rows,
+    to_ns,
+)
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -134,6 +140,7 @@ class OperatorPricer:
             choices=choices,
             pieces=np.array([choice.chunks for choice in choices], dtype=np.int64),
             sync_latency=tuple(m.latency for m in moved),
+            publish_latency=tuple(m.publish_latency for m in moved),
             relative_error=np.array([p.relative_error for p in passes]),
             sources=tuple(p.source for p in passes),
             parameter_bytes=_column(footprints, "parameters"),
@@ -351,12 +358,13 @@ class OperatorPricer:
         updated: Counter[tuple[object, ...]] = Counter()
         trained: dict[tuple[object, ...], Training] = {}
         latency: dict[str, tuple[int, float]] = {}
+        gathering: dict[str, tuple[int, float]] = {}
         gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
         for lies in residences(operator, uses, choice, self.mesh.shape):
             made, home = lies.made, lies.home
             moved = self._convert(operator, lies.weight, gradient, made, home, latency)
             sync = _add(sync, moved)
-            moved = self._convert(operator, lies.weight, parameter, home, lies.used)
+            moved = self._convert(operator, lies.weight, parameter, home, lies.used, gathering)
             gather = _add(gather, moved)
             if lies.use is ParameterUse.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
@@ -380,6 +388,7 @@ class OperatorPricer:
             update=update,
             stash_bytes=used * parameter,
             latency=latency,
+            publish_latency=gathering if choice.zero in (1, 2) else {},
             add_seconds=self._add_seconds(operator, uses, choice),
         )
 
@@ -504,11 +513,12 @@ class _Moved:
     publish: Priced
     update: Priced
     stash_bytes: int
-    latency: Mapping[str, tuple[int, float]]
+    latency: Latency
+    publish_latency: Latency
     add_seconds: float
 
 
-UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, 0.0)
+UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, {}, 0.0)
 """Of an operator without parameters."""
 
 

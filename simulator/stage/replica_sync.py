@@ -3,7 +3,8 @@
 
 Behind the last backward block of a stage on either home its gradients are summed, an operator's
 after the other, while both ranks go on with other blocks. Updates and what publishes them come
-behind all blocks of a rank, each when its sum is through:
+behind all blocks of a rank, each when its sum is through; what publishes a bucket comes behind
+all of its updates, and a path that several share pays its latency once:
 
     rank 0   … B0 │ B1 B1 │     │ update 1 │ publish 1 │ update 0 …
     between       │ sum 0 │     │
@@ -24,6 +25,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.pricing.cost_rows import PricedTime, timed
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
+from stratagem.simulator.pricing.shared_latency import shortened, spared_latency
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
 from stratagem.simulator.schedules.macro_draft import ALL, CopyTask
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
@@ -115,17 +117,23 @@ class _SyncWriter:
         table = self.homes[0].table
         order, names = table.operators[::-1], table.graph.names
         nbytes = {i: table.row(i).unsharded_gradient_bytes for i in order}
-        sums: dict[int, int] = {}
+        buckets: list[dict[int, int]] = []
         for bucket in gradient_buckets(order, nbytes, self.bucket_bytes):
+            buckets.append(sums := {})
             for i, price in zip(bucket, self._sums(bucket), strict=True):
                 if price.ns.any():
                     sums[i] = len(self.made)
                     self._add(
                         CopyTask(ALL), TaskRole.HOME_SYNC, f"{names[i]} sync of both homes", price
                     )
-        for i, number in sums.items():
-            for copy in (0, 1):
-                self._update(CopyTask(copy, number), i)
+        for sums in buckets:
+            for i, number in sums.items():
+                for copy in (0, 1):
+                    self._update(CopyTask(copy, number), i)
+            if self.bucket_bytes:
+                for before, i in zip([None, *sums], sums, strict=False):
+                    for copy in (0, 1):
+                        self._publish(CopyTask(copy, max(sums.values())), before, i)
         return tuple(self.made)
 
     def _sums(self, bucket: Sequence[int]) -> Iterator[PricedTime]:
@@ -148,11 +156,22 @@ class _SyncWriter:
         table = self.homes[task.copy].table
         row, names = table.row(i), table.graph.names
         self._add(task, TaskRole.UPDATE, f"{names[i]} update", row.update)
-        self._add(task, TaskRole.PUBLISH, f"{names[i]} publish", row.publish)
+        if not self.bucket_bytes:
+            self._publish(task, None, i)
         for k, (owner, user) in enumerate(table.ties):
             if owner == i:
                 price = table.tie_rows[k].publish
                 self._add(task, TaskRole.TIE_PUBLISH, f"{names[i]} ↔ {names[user]}", price)
+
+    def _publish(self, task: CopyTask, before: int | None, i: int) -> None:
+        """Publish an operator's parameters, behind the one `before` it in its bucket, if any."""
+        table = self.homes[task.copy].table
+        price = table.row(i).publish
+        if self.bucket_bytes:
+            behind = table.row(i).publish_latency
+            front = None if before is None else table.row(before).publish_latency
+            price = shortened(price, spared_latency(front, behind))
+        self._add(task, TaskRole.PUBLISH, f"{table.graph.names[i]} publish", price)
 
     def _add(self, task: CopyTask, role: TaskRole, name: str, price: PricedTime) -> None:
         ns, mask = (int(each.ravel()[0]) for each in (price.ns, price.mask))

@@ -425,6 +425,33 @@ PROCESSES: dict[str, tuple[Chooser, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.parametrize("zero", few([2, 1], 1))
+def test_processes_publish_buckets_by_one_collective_each(
+    gpt: Case, folder: Path, zero: int
+) -> None:
+    """What is updated reaches every process: the steps behind the first are those without."""
+    alone = make_plan(gpt, sharding("sample", zero=zero), (2,), num_microbatches=2)
+    plans = [replace(alone, bucket_bytes=least) for least in (0, 10**9)]
+    programs = [lower(plan, gpt.graph) for plan in plans]
+    published = [
+        len([n for n in numbers_of(p, 0, Convert, Bundle) if is_publish(p, n)]) for p in programs
+    ]
+    assert published[1] == 1 < published[0]
+    results = [launched(gpt, folder, plan, steps=3) for plan in plans]
+    for result in results:
+        assert result.verdict is not None
+        assert 0 < result.verdict.max_error < TOLERANCE
+    losses = [result.losses for result in results]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
+    assert len({round(loss, 6) for loss in losses[0]}) == 3
+
+
+def is_publish(program: Program, number: int) -> bool:
+    """Whether an instruction of rank 0 brings updated parameters to those who use them."""
+    instruction = program.ranks[0].instructions[number]
+    return isinstance(instruction, Convert | Bundle) and instruction.task.endswith(" publish")
+
+
 @pytest.mark.parametrize("name", few(PROCESSES, 1))
 def test_processes_equal_torch(gpt: Case, folder: Path, name: str) -> None:
     choose, shapes = PROCESSES[name]

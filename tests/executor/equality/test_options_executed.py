@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -113,6 +116,53 @@ def test_buckets_reduce_gradients_together(bucket_bytes: int) -> None:
     assert counts[1] < counts[0]
     if bucket_bytes == 10**9:
         assert counts[1] == 1
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [4000, 10**9])
+def test_buckets_are_published_together(zero: int, bucket_bytes: int) -> None:
+    """One all-gather for each bucket that one reduce-scatter has brought together."""
+    case = case_of("gpt")
+    plan = replace(changed(make_plan(case, sharding("sample"), (2,)), zero=zero), bucket_bytes=0)
+    bucketed = replace(plan, bucket_bytes=bucket_bytes)
+    assert_trains_like_torch(case, bucketed)
+    for steps in ("sync", "publish"):
+        alone, together = (
+            [each for each in instructions(p, case, BOTH) if each.task.endswith(f" {steps}")]
+            for p in (plan, bucketed)
+        )
+        assert parts_of(together) == parts_of(alone)
+        # Gradients that all devices make alike are cut, which takes no collective.
+        collectives = [each for each in together if each.meetings]
+        assert len(collectives) == num_buckets(case, bucket_bytes) < len(alone)
+
+
+def parts_of(conversions: Iterable[Bundle | Convert]) -> Counter[str]:
+    """How many tensors each operator has on the way."""
+    return Counter(
+        part.task
+        for each in conversions
+        for part in (each.parts if isinstance(each, Bundle) else (each,))
+    )
+
+
+def num_buckets(case: Case, least: int) -> int:
+    """Counted by hand: whole gradients in float32, against the order of the operators."""
+    shapes = {parameter.name: parameter.shape for parameter in case.graph.parameters}
+    count, filled = 0, least
+    seen: set[str] = set()
+    owners = case.graph.owners
+    for operator in reversed(case.graph.operators):
+        own = [w.parameter for w in operator.weights if owners[w.parameter] == operator.name]
+        nbytes = 4 * sum(math.prod(shapes[name]) for name in own)
+        seen.update(own)
+        if not nbytes:
+            continue
+        if filled >= least:
+            count, filled = count + 1, 0
+        filled += nbytes
+    assert seen == set(shapes)
+    return count
 
 
 def test_pieces_are_converted_one_by_one() -> None:

@@ -37,6 +37,7 @@ from tests.support.plans import (
     Case,
     assert_equal_to_torch,
     assert_runs_like_torch,
+    assert_trains_like_torch,
     crossed,
     few,
     make_case,
@@ -227,6 +228,14 @@ def test_parts_of_uneven_size_train_like_torch(ways: int, zero: int) -> None:
     assert_runs_like_torch(case, plan)
 
 
+@pytest.mark.parametrize(("zero", "ways"), crossed([1, 2], [2, 3, 5], every=2))
+def test_buckets_of_parts_of_uneven_size_train_like_torch(ways: int, zero: int) -> None:
+    """What a member has of all parameters is one piece of a gather, which is cut apart again."""
+    case = mlp_of(ways)
+    plan = make_plan(case, sharding("sample", zero=zero), (ways,), num_microbatches=2)
+    assert_trains_like_torch(case, replace(plan, bucket_bytes=10**9))
+
+
 @pytest.mark.parametrize(
     ("zero", "shape"),
     crossed([1, 3], [(2, 3), (3, 2), (1, 5), (5, 1), (2, 2, 2), (4, 2)], every=2),
@@ -239,7 +248,9 @@ def test_several_axes_share_out_what_they_have(shape: tuple[int, ...], zero: int
     )
     for last in ("sample", "parameter"):
         kinds = ["sample"] * (len(shape) - 1) + [last]
-        assert_equal_to_torch(case, make_plan(case, sharding(*kinds, zero=zero), shape))
+        plan = make_plan(case, sharding(*kinds, zero=zero), shape)
+        assert_equal_to_torch(case, plan)
+        assert_trains_like_torch(case, replace(plan, bucket_bytes=10**9))
 
 
 SCHEDULES: dict[str, dict[str, object]] = {

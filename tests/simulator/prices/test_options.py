@@ -27,6 +27,7 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.priced_plan import StageModel, block_times, plan_model
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.stage.block_tasks import stage_blocks
+from stratagem.simulator.timeline.timeline import Timeline
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1)
 COSTS = RooflineCosts()
@@ -320,6 +321,15 @@ class TestFusion:
             simulate_plan(plan_of(graph, choices), graph, COSTS)
 
 
+def ends_of(timeline: Timeline, what: str) -> dict[str, tuple[int, int]]:
+    """Start and end in ns of what operators do, by operator, in turn."""
+    return {
+        name.removesuffix(f" {what}"): (int(start), int(end))
+        for name, start, end in zip(timeline.names, timeline.start, timeline.end, strict=True)
+        if name.endswith(f" {what}")
+    }
+
+
 class TestBuckets:
     def test_equal_gradients_in_a_bucket_pay_one_latency(self) -> None:
         widths = [64] * 9
@@ -352,6 +362,49 @@ class TestBuckets:
         rows = list(zip(timeline.names, timeline.kinds, timeline.start, timeline.end, strict=True))
         last = max(end for _, kind, _, end in rows if kind is TaskKind.BACKWARD)
         assert min(start for name, _, start, _ in rows if name.endswith(" sync")) >= last
+
+    @pytest.mark.parametrize("zero", [1, 2])
+    @pytest.mark.parametrize(("nbytes", "num_buckets"), [(10**9, 1), (4 * (64 * 64 + 64), 4)])
+    def test_a_bucket_is_published_at_one_latency_behind_its_last_update(
+        self, zero: int, nbytes: int, num_buckets: int
+    ) -> None:
+        """Eight layers publish their weights and biases in buckets of two layers, or as one."""
+        graph = mlp([64] * 9, batch=64)
+        choices = data_parallel(graph, (8,), zero=zero)
+        alone, together = (
+            simulate_plan(plan_of(graph, choices, 8, bucket_bytes=least), graph, COSTS).timeline
+            for least in (0, nbytes)
+        )
+        row = only_stage(plan_of(graph, choices, 8), graph).table.row(graph.index["layers.0"])
+        ((count, latency),) = row.publish_latency[0].values()
+        spared = (8 * count - num_buckets) * round(latency * 1e9)
+        both = [ends_of(timeline, "publish") for timeline in (alone, together)]
+        totals = [sum(end - start for start, end in ends.values()) for ends in both]
+        assert totals[0] - totals[1] == pytest.approx(spared, abs=8 * count)
+        updated = ends_of(together, "update")
+        names = list(updated)
+        size = len(names) // num_buckets
+        for first in range(0, len(names), size):
+            bucket = names[first : first + size]
+            last = max(updated[name][1] for name in bucket)
+            assert min(both[1][name][0] for name in bucket) >= last
+            if first + size < len(names):
+                assert last < min(updated[name][1] for name in names[first + size :])
+
+    def test_who_is_gathered_before_each_pass_spares_nobody_who_is_published(self) -> None:
+        """Beside a layer under ZeRO 3, one under ZeRO 2 pays the latency of its own gather."""
+        graph = mlp([64] * 3, batch=64)
+        first, last = (op.name for op in graph.operators if op.weights)
+        base = data_parallel(graph, (8,), zero=2)
+        mixed = changed(base, [last], zero=3)
+        plans = [plan_of(graph, c, 8, bucket_bytes=10**9) for c in (base, mixed)]
+        took = []
+        for plan in plans:
+            start, end = ends_of(simulate_plan(plan, graph, COSTS).timeline, "publish")[first]
+            took.append(end - start)
+        row = only_stage(plans[0], graph).table.row(graph.index[first])
+        ((_, latency),) = row.publish_latency[0].values()
+        assert took[1] - took[0] == pytest.approx(latency * 1e9, abs=2)
 
     def test_a_negative_size_is_refused(self) -> None:
         graph = mlp([8, 8], batch=8)
