@@ -54,9 +54,9 @@ def _updates() -> Outcome:
         copied = sg.TrainingSetup(
             microbatch=copied_samples, bucket_bytes=BUCKET, training=training
         ).plan(graph, cluster)
-        shared = sg.TrainingSetup(microbatch=shared_samples, zero=2, training=training).plan(
-            graph, cluster
-        )
+        shared = sg.TrainingSetup(
+            microbatch=shared_samples, zero=2, bucket_bytes=BUCKET, training=training
+        ).plan(graph, cluster)
         ddp, zero = (sg.simulate(plan, graph) for plan in (copied, shared))
         fused = [sg.simulate(with_fused(plan, graph), graph) for plan in (copied, shared)]
         fitting = [each for each in fused if each.fits]
@@ -70,8 +70,8 @@ def _updates() -> Outcome:
         )
     return Outcome(
         gains,
-        "under ZeRO each parameter is gathered alone, behind its update, and a fused update "
-        "spares nothing; " + "; ".join(told),
+        "under ZeRO a bucket is gathered behind its updates, of which each device has few, so "
+        "that a fused update spares nothing; " + "; ".join(told),
     )
 
 

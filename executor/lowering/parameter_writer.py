@@ -5,8 +5,8 @@
 
 Gradients are brought together as soon as an operator's last backward pass is over, or that of the
 last operator of its bucket; backward goes on meanwhile. A weight is gathered while the operator in
-front of its own runs, and a new value, or those of a bucket, published while others are updated.
-Updates wait for the end
+front of its own runs, those of a bucket while the bucket in front of theirs does. A new value, or
+those of a bucket, is published while others are updated. Updates wait for the end
 of the step, when stages first exchange the gradients of the parameters that they share. Where
 weights are stashed, each microbatch ends in updates of its stage.
 """
@@ -38,7 +38,11 @@ from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.parameter_homes import ParameterUse, gradient_buckets
+from stratagem.simulator.sharding.parameter_homes import (
+    ParameterUse,
+    gather_buckets,
+    gradient_buckets,
+)
 from stratagem.simulator.stage.stage_blocks import PREFETCH
 
 BUNDLED = frozenset(
@@ -62,11 +66,24 @@ def _can_share(convert: Convert) -> bool:
     )
 
 
+def _bundled(converts: Sequence[Instruction]) -> list[Instruction]:
+    """Conversions, those along equal steps as one, in the order of the first of each."""
+    groups: dict[object, list[Convert]] = {}
+    for number, convert in enumerate(converts):
+        assert isinstance(convert, Convert)
+        steps = tuple((step.collective, step.axis) for step in convert.steps)
+        shared = (steps, convert.dtype) if _can_share(convert) else number
+        groups.setdefault(shared, []).append(convert)
+    return [group[0] if len(group) == 1 else Bundle(tuple(group)) for group in groups.values()]
+
+
 class ParameterWriter:
     """Writes what the ranks of one stage do with its parameters.
 
     `_held` has the syncs of a bucket that is not full, or what publishes it, `_passed` where
-    gathers may begin: at the start of the block, and behind each of its passes with weights.
+    gathers may begin: at the start of the block, and behind each of its passes with weights;
+    `_next_bucket` where those of the next bucket may. Of a block `_begun` are the operators whose
+    buckets are on their way, `_brought` the values of these.
     """
 
     def __init__(self, writer: Writer, weights: Weights) -> None:
@@ -87,6 +104,18 @@ class ParameterWriter:
         self._passed: list[int] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
+        segment = context.graph.segments
+        self._together = {
+            i: bucket[::-1]
+            for bucket in gather_buckets(
+                self._operators[::-1], nbytes, segment, context.plan.bucket_bytes
+            )
+            for i in bucket
+            if context.plan.bucket_bytes and nbytes[i]
+        }
+        self._begun: set[int] = set()
+        self._brought: dict[tuple[int, int], str | None] = {}
+        self._behind = self._next_bucket = 0
         self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
         self._in_buckets = context.plan.bucket_bytes > 0
         self._has_two_homes = context.plan.is_mirrored
@@ -106,51 +135,82 @@ class ParameterWriter:
 
     def begin_block(self) -> None:
         """Say that what is gathered from now on is so for a new block."""
-        self._passed = [len(self._writer.instructions)] * PREFETCH
+        self._behind = self._next_bucket = len(self._writer.instructions)
+        self._passed = [self._behind] * PREFETCH
+        self._begun.clear()
+        self._brought.clear()
 
-    def ran(self, i: int) -> None:
-        """Say that operator `i` has been run, which lets the next but `PREFETCH` gather."""
+    def ran(self, i: int, *, again: bool = False) -> None:
+        """Say that operator `i` has been run, which lets the next but `PREFETCH` gather.
+
+        The next bucket but one is gathered behind passes that are not run `again`.
+        """
         if self._weights.of[i]:
             self._passed.append(len(self._writer.instructions))
+            if not again:
+                self._behind = self._passed[-1]
 
     def bring(self, i: int, label: str, microbatch: int, *, again: bool) -> tuple[str, ...]:
         """The values of the weights of operator `i`, gathered where they are sharded at home.
 
-        They are so as long before as the simulator has it. In the backward pass, `again`, they are
-        those that the forward pass had.
+        They are so as long before as the simulator has it, those of a bucket for the first that
+        reads one. In the backward pass, `again`, they are those that the forward pass had.
         """
-        name = self._name(i)
+        if i in self._together and i not in self._begun:
+            self._bring_bucket(self._together[i], label, microbatch)
         values: list[str] = []
         gathers: list[Instruction] = []
         for use in self._weights.of[i]:
             value: str | None = use.used_value
             if use.trained:
                 value = self._stashes.read(use.used_value, microbatch, again=again)
-            if use.is_gathered:
-                value = self._writer.convert(
-                    f"{name} gather",
-                    TaskKind.GRADIENT_SYNC,
-                    microbatch,
-                    source=use.home_value,
-                    target=f"{use.used_value} for {name} {label}",
-                    sizes=use.sizes,
-                    dtype=use.dtype,
-                    before=use.home,
-                    after=use.used,
-                    layout=use.weight.layout,
-                    later=True,
-                    into=gathers,
-                )
+            if (i, use.slot) in self._brought:
+                value = self._brought[i, use.slot]
+            elif use.is_gathered:
+                value = self._gather(use, label, microbatch, gathers)
             if value is not None:
                 values.append(value)
-        self._write_ahead(gathers)
+        self._write_ahead(gathers, self._passed[-PREFETCH])
         return tuple(values)
 
-    def _write_ahead(self, gathers: Sequence[Instruction]) -> None:
-        """Write gathers behind the pass `PREFETCH` before the one that is to be written next."""
-        at = self._passed[-PREFETCH]
+    def _bring_bucket(self, bucket: Sequence[int], label: str, microbatch: int) -> None:
+        """Gather the weights of a bucket while that before it is read."""
+        gathers: list[Instruction] = []
+        self._begun.update(bucket)
+        for i in bucket:
+            for use in self._weights.of[i]:
+                if use.is_gathered and use.use is not ParameterUse.TIED_HERE:
+                    made = self._gather(use, label, microbatch, gathers)
+                    self._brought[i, use.slot] = made
+        at, self._next_bucket = self._next_bucket, self._behind
+        self._write_ahead(_bundled(gathers), at)
+
+    def _gather(
+        self, use: WeightUse, label: str, microbatch: int, into: list[Instruction]
+    ) -> str | None:
+        name = self._name(use.user)
+        return self._writer.convert(
+            f"{name} gather",
+            TaskKind.GRADIENT_SYNC,
+            microbatch,
+            source=use.home_value,
+            target=f"{use.used_value} for {name} {label}",
+            sizes=use.sizes,
+            dtype=use.dtype,
+            before=use.home,
+            after=use.used,
+            layout=use.weight.layout,
+            later=True,
+            into=into,
+        )
+
+    def _write_ahead(self, gathers: Sequence[Instruction], at: int) -> None:
+        """Write gathers behind a pass before the one that is to be written next."""
         self._writer.instructions[at:at] = gathers
         self._passed = [n + len(gathers) if n >= at else n for n in self._passed]
+        self._behind, self._next_bucket = (
+            n + len(gathers) if n >= at else n for n in (self._behind, self._next_bucket)
+        )
 
     def gathered(self, i: int, microbatch: int) -> tuple[int, ...]:
         """Which weights of operator `i` no tape keeps: backward gathers them, or has a copy."""
@@ -186,13 +246,8 @@ class ParameterWriter:
 
     def _flush(self) -> None:
         """Write the conversions of a bucket, those along equal steps as one."""
-        groups: dict[object, list[Convert]] = {}
-        for number, convert in enumerate(self._held):
-            steps = tuple((step.collective, step.axis) for step in convert.steps)
-            shared = (steps, convert.dtype) if _can_share(convert) else number
-            groups.setdefault(shared, []).append(convert)
-        for group in groups.values():
-            self._writer.write(group[0] if len(group) == 1 else Bundle(tuple(group)))
+        for instruction in _bundled(self._held):
+            self._writer.write(instruction)
         self._held.clear()
 
     # -- the end of a step ----------------------------------------------------------------------

@@ -138,7 +138,7 @@ class PassWriter:
     def _run(self, i: int, microbatch: int, *, again: bool) -> None:
         """Run an operator where it runs at all; in the backward pass, it runs again."""
         self._write_run(i, microbatch, again=again)
-        self.parameters.ran(i)
+        self.parameters.ran(i, again=again)
 
     def _write_run(self, i: int, microbatch: int, *, again: bool) -> None:
         """Write an operator's run, in pieces if it has some."""

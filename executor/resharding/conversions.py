@@ -138,12 +138,13 @@ def start_together(
     for lines in rows[:-1]:
         found = _start_step(lines, found).finish()
     last = _start_step(rows[-1], found)
-    parts: list[Tensor] = []
+    parts: dict[int, Tensor] = {}
 
     def part(number: int) -> Tensor:
+        """Handed over, so that what was read and freed is gone although others are still here."""
         if not parts:
-            parts.extend(last.finish())
-        return parts[number]
+            parts.update(enumerate(last.finish()))
+        return parts.pop(number)
 
     return last, [partial(part, number) for number in range(len(routes))]
 

@@ -66,9 +66,10 @@ class TrainingSetup:
         overlap_gradients: whether gradients are reduced while backward still runs; otherwise all
             at once when it has ended.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes a device, as
-            PyTorch's DistributedDataParallel does it (25 MiB there); 0 reduces each operator's
-            as soon as it is made. A plan's buckets, which are counted unsharded, are as many
-            times larger as there are tensor-parallel ways.
+            PyTorch's DistributedDataParallel does it (25 MiB there), and what ZeRO shards is
+            gathered in buckets, too; 0 reduces each operator's as soon as it is made. A plan's
+            buckets, which are counted unsharded, are as many times larger as there are
+            tensor-parallel ways.
         inputs_first: whether gradients of weights run beside the conversion of those of inputs
             (Megatron-LM's asynchronous all-reduce of tensor parallelism).
         partition: how a pipeline is cut: ``layers`` gives every stage as many repeated blocks,

@@ -65,7 +65,8 @@ class Plan(SavedValue):
 
     Attributes:
         bucket_bytes: gradients are reduced in buckets of at least so many, counted as if no
-            device sharded them; 0 reduces each operator's alone.
+            device sharded them; 0 reduces each operator's alone. What ZeRO 1 and 2 publish goes in
+            the same buckets, what ZeRO 3 gathers in those of each layer.
         inputs_first: a backward pass makes the gradients of its inputs before those of its
             weights, which then run beside the conversion of the first (Megatron-LM's
             asynchronous all-reduce of tensor parallelism).

@@ -80,7 +80,8 @@ class OperatorRow:
     optimizer, `publish` brings updated parameters back (ZeRO-1 and 2), `stash` copies them as they
     are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
     choice, how many of its parameters take each distinct path in the sync, and the latency of that
-    path in seconds; `publish_latency` is the same of `publish`. `unsharded_gradient_bytes` fill
+    path in seconds; `publish_latency` and `gather_latency` are the same of `publish` and
+    `gather`. `unsharded_gradient_bytes` fill
     buckets (see `parameter_homes`). `relative_error` is that of forward and backward.
     `inner_forward` and `inner_backward` are the ns that collectives inside the passes take, of one
     piece. `saved_slots` are the inputs that backward needs, `saves_output` says whether it needs
@@ -107,6 +108,7 @@ class OperatorRow:
     stash: PricedTime
     sync_latency: tuple[Latency, ...]
     publish_latency: tuple[Latency, ...]
+    gather_latency: tuple[Latency, ...]
     relative_error: Floats
     sources: tuple[str, ...]
     parameter_bytes: Ints

@@ -141,6 +141,7 @@ class OperatorPricer:
             pieces=np.array([choice.chunks for choice in choices], dtype=np.int64),
             sync_latency=tuple(m.latency for m in moved),
             publish_latency=tuple(m.publish_latency for m in moved),
+            gather_latency=tuple(m.gather_latency for m in moved),
             relative_error=np.array([p.relative_error for p in passes]),
             sources=tuple(p.source for p in passes),
             parameter_bytes=_column(footprints, "parameters"),
@@ -389,6 +390,7 @@ class OperatorPricer:
             stash_bytes=used * parameter,
             latency=latency,
             publish_latency=gathering if choice.zero in (1, 2) else {},
+            gather_latency=gathering if choice.zero == 3 else {},
             add_seconds=self._add_seconds(operator, uses, choice),
         )
 
@@ -515,10 +517,11 @@ class _Moved:
     stash_bytes: int
     latency: Latency
     publish_latency: Latency
+    gather_latency: Latency
     add_seconds: float
 
 
-UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, {}, 0.0)
+UNMOVED = _Moved(IDLE, IDLE, IDLE, IDLE, IDLE, 0, {}, {}, {}, 0.0)
 """Of an operator without parameters."""
 
 

@@ -30,9 +30,9 @@ REACH = 2
 """Operators that a rule may look ahead or back beside those that its edges name (prefetches)."""
 
 
-def spared_copies(repeat: Repeat) -> int:
-    """How many copies need not be written."""
-    return max(0, repeat.count - WRITTEN - 1 - REACH // repeat.length)
+def spared_copies(repeat: Repeat, more: int = 0) -> int:
+    """How many copies need not be written; at both ends so many `more` are than as a rule."""
+    return max(0, repeat.count - WRITTEN - 1 - REACH // repeat.length - 2 * more)
 
 
 def sparing_repeat(kinds: Iterable[Hashable]) -> Repeat | None:
@@ -84,6 +84,7 @@ def sparing(
     repeat: Repeat | None,
     mark: Callable[[], None],
     skip: Callable[[int], bool],
+    more: int = 0,
 ) -> Iterator[Item]:
     """The items one by one, but those of copies that could be skipped.
 
@@ -92,15 +93,17 @@ def sparing(
         repeat: where they repeat.
         mark: called before copies 1, 2, 3 and 4.
         skip: then told how many copies come next; whether it made them.
+        more: copies at both ends that differ from those between, beside the first and the last;
+            `mark` and `skip` are called so many copies later.
     """
     place = 0
     while place < len(items):
-        if repeat is not None and spared_copies(repeat):
+        if repeat is not None and (spared := spared_copies(repeat, more)):
             copy, inside = divmod(place - repeat.start, repeat.length)
-            if inside == 0 and 1 <= copy <= WRITTEN:
+            if inside == 0 and 1 <= copy - more <= WRITTEN:
                 mark()
-                if copy == WRITTEN and skip(spared_copies(repeat)):
-                    place += spared_copies(repeat) * repeat.length
+                if copy == WRITTEN + more and skip(spared):
+                    place += spared * repeat.length
                     repeat = None
                     continue
         yield items[place]

@@ -24,6 +24,7 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
@@ -252,4 +253,28 @@ def gradient_buckets(
             buckets.append(filling)
         filling.append(i)
         filled += nbytes[i]
+    return buckets
+
+
+def gather_buckets(
+    order: Iterable[int], nbytes: Mapping[int, int], segment: Sequence[int], least: int
+) -> list[list[int]]:
+    """Operators by bucket of a segment: what ZeRO-3 gathers is so together, a layer at most.
+
+    Example:
+        >>> gather_buckets([3, 2, 1, 0], {3: 10, 2: 5, 1: 0, 0: 10}, [0, 1, 1, 1], 12)
+        [[3], [2, 0], [1]]
+
+    A bucket that goes beyond a layer would be held while others compute: two of them are there at
+    a time. So layers are the units of FSDP, each in as many parts as it fills buckets.
+
+    Args:
+        order: in which the gradients are made.
+        nbytes: of the gradients of each operator, of which buckets are filled.
+        segment: of each operator of the graph (see `OperatorGraph.segments`).
+        least: bytes at which a bucket is closed; 0 gives every operator one of its own.
+    """
+    buckets: list[list[int]] = []
+    for _, run in groupby(order, key=lambda i: segment[i]):
+        buckets += gradient_buckets(run, nbytes, least)
     return buckets

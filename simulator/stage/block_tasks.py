@@ -11,7 +11,7 @@ Backward runs along the same edges the other way round, and ends in the paramete
 
 but updates wait until all gradients are made (see `parameter_tasks`).
 
-Gathers of sharded parameters are prefetched while the operators before run, two ahead. What is
+Gathers of sharded parameters are prefetched while the operators before run. What is
 recomputed is made again when backward comes to the first operator that may need it; inputs that
 are only converted again are so beside the operator before (see `recompute_triggers`). An operator
 that may run in pieces has a task for each; piece j of a conversion waits for piece j of the
@@ -33,7 +33,11 @@ from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, PricedTime, SharedBy
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
-from stratagem.simulator.stage.parameter_tasks import ParameterTasks
+from stratagem.simulator.stage.parameter_tasks import (
+    ParameterGathers,
+    ParameterTasks,
+    is_periodic,
+)
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers, releases_of
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, chains_of, sharing_of
 from stratagem.simulator.stage.stage_blocks import (
@@ -134,6 +138,9 @@ class _TaskWriter:
         self.triggers = recompute_triggers(self.table)
         self.sharing = sharing_of(self.table)
         self.chains = chains_of(self.table, self.triggers)
+        together = self.parameters.together
+        alike = is_periodic(self.table, together, self.triggers)
+        self.repeat, self.more = self.table.repeat if alike else None, 1 if together else 0
         self.releases = releases_of(
             self.table, self.triggers, self.chains[SharedBy.REGATHER], PREFETCH
         )
@@ -423,48 +430,6 @@ class _TaskWriter:
         return self._parts[key]
 
 
-class _Prefetch:
-    """Gathers of parameters: each is released by the operator `PREFETCH` before its own."""
-
-    def __init__(self, writer: _TaskWriter, draft: BlockDraft) -> None:
-        self._writer, self._draft = writer, draft
-        self.passed: list[int] = []
-
-    def before(self, i: int, *, unless_again: bool) -> list[int]:
-        """The gathers of an operator's parameters for its pass, if it has any.
-
-        In backward none takes time where it runs again, `unless_again`: they are there then.
-        """
-        released = self.passed[-PREFETCH:][:1] if len(self.passed) >= PREFETCH else []
-        row = self._writer.table.row(i)
-        keep = row.keeps if unless_again and row.may_recompute else None
-        return self._gathers(i, released, keep)
-
-    def again(self, i: int, released: Sequence[int]) -> list[int]:
-        """The gathers of an operator's parameters for running again, where it does."""
-        return self._gathers(i, released, ~self._writer.table.row(i).keeps)
-
-    def _gathers(self, i: int, released: Sequence[int], keep: Flags | None) -> list[int]:
-        writer = self._writer
-        if not writer.table.graph.operators[i].weights:
-            return []
-        base = writer.pool.add(writer.where(writer.table.row(i).gather, keep))
-        own = self._draft.operator_task("{0} gather", TaskRole.GATHER, i, base, released)
-        tied = [k for k, (_, user) in enumerate(writer.table.ties) if user == i]
-        tasks = (
-            writer.parameters.tie_gather(
-                self._draft, k, writer.where(writer.table.tie_rows[k].gather, keep), released
-            )
-            for k in tied
-        )
-        return [own, *tasks]
-
-    def ran(self, i: int, task: int) -> None:
-        """Note that an operator has its pass at `task`."""
-        if self._writer.table.graph.operators[i].weights:
-            self.passed.append(task)
-
-
 class _Pass:
     """A pass over all operators while its block is drafted: tasks by what they are of.
 
@@ -485,20 +450,21 @@ class _Pass:
         self.repeated: dict[int, int] = {}
         self.regathered: dict[int, int] = {}
         self.ends: dict[int, int] = {}
-        self.gathers, self.host = _Prefetch(writer, self.draft), _Host(writer, self.draft)
-        self._table, self._backwards = writer.table, backwards
+        self.gathers = ParameterGathers(writer.parameters, self.draft, writer.where)
+        self.host = _Host(writer, self.draft)
+        self._writer, self._table, self._backwards = writer, writer.table, backwards
         self._marks: list[tuple[int, ...]] = []
-        self._launched: list[list[int]] = []
+        self._last: list[tuple[list[int], list[int]]] = []
 
     def places(self) -> Iterator[int]:
         """Places of operators in the order of the pass, but those of copies that need no writing.
 
         See `repeated_layers`.
         """
-        repeat, size = self._table.repeat, len(self._table.operators)
+        repeat, size = self._writer.repeat, len(self._table.operators)
         if repeat is not None and self._backwards:
             repeat = repeat.backwards(size)
-        return sparing(range(size), repeat, self._mark, self._skip)
+        return sparing(range(size), repeat, self._mark, self._skip, self._writer.more)
 
     def released(self, release: int | None) -> list[int]:
         """What waits until backward is behind a place waits for this."""
@@ -508,20 +474,20 @@ class _Pass:
     def _kept(self) -> tuple[dict[int, Any], ...]:
         """What later operators look up: three by edge, the others by operator."""
         by_edge = self.converted, self.repeated, self.regathered
-        return (*by_edge, self.done, self.again, self.ends)
+        return (*by_edge, self.done, self.again, self.ends, self.gathers.gates)
 
     def _mark(self) -> None:
         passed = len(self.gathers.passed)
         self._marks.append((len(self.draft), passed, *map(len, self._kept)))
-        self._launched.append(self.host.last)
+        self._last.append((self.host.last, self.gathers.release))
 
     def _skip(self, times: int) -> bool:
         """Extrapolate what the next copies draft, and what they leave for later operators."""
-        steps = [*[self._edge_step] * 3, *[self._operator_step] * 3]
+        steps = [*[self._edge_step] * 3, *[self._operator_step] * 4]
         tasks = copy_length([mark[0] for mark in self._marks])
-        before, last = self._launched[2:]
-        launches = 0 if last == before else tasks
-        if not tasks or last != _later(before, launches):
+        ahead = [0 if b == a else tasks for a, b in zip(*self._last[2:], strict=True)]
+        last = [_later(a, by) for a, by in zip(self._last[2], ahead, strict=True)]
+        if not tasks or last != list(self._last[3]):
             return False
         added: list[list[tuple[int, Any]]] = []
         sizes = zip(*(mark[2:] for mark in self._marks[1:]), strict=True)
@@ -538,7 +504,9 @@ class _Pass:
             for kept, step, items in zip(self._kept, steps, added, strict=True):
                 kept.update((key + step * k, _later(value, tasks * k)) for key, value in items)
             self.gathers.passed += _later(passed, tasks * k)
-        self.host.last = _later(last, launches * times)
+        self.host.last, self.gathers.release = (
+            _later(each, by * times) for each, by in zip(last, ahead, strict=True)
+        )
         return True
 
     @property

@@ -89,7 +89,11 @@ class StageShapes:
         """
         base = table.operators[0]
         made = partial(
-            stage_lifetimes, arriving=arriving, split=self.split, num_versions=num_versions
+            stage_lifetimes,
+            arriving=arriving,
+            split=self.split,
+            num_versions=num_versions,
+            bucket_bytes=self.bucket_bytes,
         )
         # A producer in another stage stands for itself: its choices price the arrival.
         arrivals = tuple(
@@ -97,7 +101,14 @@ class StageShapes:
             for edge, nbytes in arriving.items()
         )
         first, lifetimes = self._made(
-            table, made, "lifetimes", self.split, num_versions, table.derive(_leaving), arrivals
+            table,
+            made,
+            "lifetimes",
+            self.split,
+            num_versions,
+            self.bucket_bytes,
+            table.derive(_leaving),
+            arrivals,
         )
         return lifetimes.moved(base - first.operators[0])
 
@@ -119,10 +130,8 @@ class StageShapes:
 def _shape_of(table: CostTable) -> tuple[Any, ...]:
     """What equal stages have in common; rows and the graph are told apart by identity."""
     base = table.operators[0]
-    segments: tuple[int, ...] = ()
-    if any(row.may_recompute for row in table.rows):
-        segment = table.graph.segments
-        segments = tuple(segment[i] - base for i in table.operators)
+    segment = table.graph.segments
+    segments = tuple(segment[i] - base for i in table.operators)
     return (
         id(table.graph),
         segments,

@@ -32,6 +32,7 @@ from stratagem.simulator.operators.repeats import Repeat
 from stratagem.simulator.pricing.cost_rows import SharedBy, TieRow
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, extrapolated, sparing
+from stratagem.simulator.stage.parameter_tasks import gather_places, gathered_together, is_periodic
 from stratagem.simulator.stage.recompute_triggers import recompute_triggers
 from stratagem.simulator.stage.shared_conversions import NUM_GATES, OPEN, Sharing, sharing_of
 from stratagem.simulator.stage.stage_blocks import PREFETCH
@@ -148,6 +149,7 @@ def stage_lifetimes(
     *,
     split: bool = False,
     num_versions: int | None = None,
+    bucket_bytes: int = 0,
 ) -> Lifetimes:
     """The tensors of the stage that `table` prices.
 
@@ -158,8 +160,9 @@ def stage_lifetimes(
         split: whether gradients of parameters run apart.
         num_versions: of the weights, kept where each microbatch has an update; None where only the
             step has one.
+        bucket_bytes: of the buckets in which parameters are gathered; 0 for each by itself.
     """
-    writer = _LifetimeWriter(table, split, num_versions)
+    writer = _LifetimeWriter(table, split, num_versions, bucket_bytes)
     for i in writer.sparing(table.operators, table.repeat):
         writer.state(i)
         writer.operator(i)
@@ -192,6 +195,7 @@ class _LifetimeWriter:
     table: CostTable
     split: bool
     num_versions: int | None
+    bucket_bytes: int
     rows: list[tuple[int, ...]] = field(default_factory=list)
     uses: list[Purpose] = field(default_factory=list)
     columns: list[Ints] = field(default_factory=list)
@@ -210,6 +214,9 @@ class _LifetimeWriter:
         self.place = {i: p for p, i in enumerate(table.operators)}
         triggers = recompute_triggers(table)
         self.triggers, self.sharing = triggers.of, sharing_of(table)
+        together = gathered_together(table, self.bucket_bytes)
+        self.gathers = gather_places(table, together, triggers)
+        self.alike, self.more = is_periodic(table, together, triggers), 1 if together else 0
         self.number = {edge: k for k, edge in enumerate(table.edges)}
         self.segment = table.graph.segments if self.triggers else None
         self.readers: dict[int, list[Edge]] = {}
@@ -235,7 +242,8 @@ class _LifetimeWriter:
             self.rows.clear()
             return True
 
-        return sparing(items, repeat, lambda: marks.append(len(self.rows)), skip)
+        repeat = repeat if self.alike else None
+        return sparing(items, repeat, lambda: marks.append(len(self.rows)), skip, self.more)
 
     def state(self, i: int) -> None:
         """Parameters, gradients and optimizer state: all the time."""
@@ -272,6 +280,13 @@ class _LifetimeWriter:
 
     def _gathered(self, i: int) -> Iterator[tuple[int, int]]:
         """When parameters of an operator are asked for, and the passes that read them."""
+        if i not in self.gathers[0]:
+            return self._gathered_alone(i)
+        passes = zip(self.gathers, (0, self.n), (self.place[i], self._back(i)), strict=True)
+        return ((first + begun[i], used) for begun, first, used in passes if i in begun)
+
+    def _gathered_alone(self, i: int) -> Iterator[tuple[int, int]]:
+        """The same of what is in no bucket."""
         place, back = self.place[i], self._back(i)
         yield max(0, place - PREFETCH), place
         if self.table.graph.needs_gradient[i]:
@@ -286,7 +301,7 @@ class _LifetimeWriter:
         if self.num_versions is not None:
             begun, over = self._back(user), 2 * self.n - 1
         self._add_tied(Purpose.GRADIENTS, pair, row.gradient_bytes, begun, over)
-        for asked, used in self._gathered(user):
+        for asked, used in self._gathered_alone(user):
             self._add_tied(Purpose.BUFFERS, pair, row.gathered_bytes, asked, used)
         made, reduced = self._weight_place(user), self._weight_place(owner)
         if made < reduced and self.table.graph.needs_gradient[user]:

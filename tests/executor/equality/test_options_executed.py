@@ -137,6 +137,40 @@ def test_buckets_are_published_together(zero: int, bucket_bytes: int) -> None:
         assert len(collectives) == num_buckets(case, bucket_bytes) < len(alone)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_are_gathered_together(recompute: bool) -> None:
+    """Under ZeRO 3 one all-gather a layer and pass, begun behind the last layer but one."""
+    case = case_of("gpt")
+    plan = make_plan(case, sharding("sample"), (2,))
+    plan = replace(changed(plan, zero=3, recompute=recompute), bucket_bytes=0)
+    bucketed = replace(plan, bucket_bytes=10**9)
+    assert_trains_like_torch(case, bucketed)
+    alone, together = (
+        [each for each in instructions(p, case, BOTH) if each.task.endswith(" gather")]
+        for p in (plan, bucketed)
+    )
+    assert parts_of(together) == parts_of(alone)
+    graph = case.graph
+    owned = {graph.index[graph.owners[p.name]] for p in graph.parameters}
+    units = {graph.segments[i] for i in owned}
+    tied = sum(graph.owners[w.parameter] != op.name for op in graph.operators for w in op.weights)
+    assert len(together) == 2 * (len(units) + tied) < len(alone)
+    program = lower(bucketed, graph)
+    order = [
+        graph.segments[graph.index[each.operator]]
+        if isinstance(each, Forward)
+        else -graph.segments[graph.index[each.task.removesuffix(" gather")]]
+        for each in program.ranks[0].instructions
+        if (isinstance(each, Forward) and not each.again and graph.index[each.operator] in owned)
+        or (isinstance(each, Bundle | Convert) and each.task.endswith(" gather"))
+    ]
+    in_turn = sorted(units)
+    begun = [order.index(-unit) for unit in in_turn]
+    ran = [max(k for k, each in enumerate(order) if each == unit) for unit in in_turn]
+    for number in range(2, len(units)):
+        assert ran[number - 2] < begun[number] < ran[number - 1]
+
+
 def parts_of(conversions: Iterable[Bundle | Convert]) -> Counter[str]:
     """How many tensors each operator has on the way."""
     return Counter(

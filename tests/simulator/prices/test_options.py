@@ -330,6 +330,18 @@ def ends_of(timeline: Timeline, what: str) -> dict[str, tuple[int, int]]:
     }
 
 
+def first_ends(plan: Plan, graph: OperatorGraph, what: str) -> dict[str, tuple[int, int]]:
+    """The same of the first time that each does it in a step."""
+    timeline = simulate_plan(plan, graph, COSTS).timeline
+    found: dict[str, tuple[int, int]] = {}
+    for name, start, end in zip(timeline.names, timeline.start, timeline.end, strict=True):
+        if name.endswith(f" {what}"):
+            span = found.setdefault(name.removesuffix(f" {what}"), (int(start), int(end)))
+            if start < span[0]:
+                found[name.removesuffix(f" {what}")] = int(start), int(end)
+    return found
+
+
 class TestBuckets:
     def test_equal_gradients_in_a_bucket_pay_one_latency(self) -> None:
         widths = [64] * 9
@@ -405,6 +417,36 @@ class TestBuckets:
         row = only_stage(plans[0], graph).table.row(graph.index[first])
         ((_, latency),) = row.publish_latency[0].values()
         assert took[1] - took[0] == pytest.approx(latency * 1e9, abs=2)
+
+    def test_layers_are_gathered_at_one_latency_two_at_a_time(self) -> None:
+        """Under ZeRO 3, in the forward pass, by hand: layers are segments of the model."""
+        graph = layers(4)
+        choices = data_parallel(graph, (8,), zero=3)
+        alone, together = (plan_of(graph, choices, 8, bucket_bytes=n) for n in (0, 10**9))
+        table = only_stage(alone, graph).table
+        weighted = [i for i in table.operators if table.row(i).gather.ns[0]]
+        units = [
+            [i for i in weighted if graph.segments[i] == segment]
+            for segment in dict.fromkeys(graph.segments[i] for i in weighted)
+        ]
+        # Both tables, the layers and the last norm; the head's matrix is that of a table.
+        assert [len(unit) for unit in units] == [1, 1, 6, 6, 6, 6, 1]
+        spared = [
+            sum(count for i in unit for count, _ in table.row(i).gather_latency[0].values()) - 1
+            for unit in units
+        ]
+        ((_, latency),) = table.row(weighted[0]).gather_latency[0].values()
+        gathers = [first_ends(plan, graph, "gather") for plan in (alone, together)]
+        passes = first_ends(together, graph, "forward")
+        names = [[graph.names[i] for i in unit] for unit in units]
+        for unit, number in zip(names, spared, strict=True):
+            took = [sum(ends[n][1] - ends[n][0] for n in unit) for ends in gathers]
+            assert took[0] - took[1] == pytest.approx(number * latency * 1e9, abs=2 * len(unit))
+            assert max(gathers[1][n][1] for n in unit) <= min(passes[n][0] for n in unit)
+        for before, unit in zip(names, names[2:], strict=False):
+            assert min(gathers[1][n][0] for n in unit) >= max(passes[n][1] for n in before)
+        memory = [simulate_plan(p, graph, COSTS).memory[0] for p in (alone, together)]
+        assert memory[1].peak > memory[0].peak
 
     def test_a_negative_size_is_refused(self) -> None:
         graph = mlp([8, 8], batch=8)
