@@ -100,7 +100,7 @@ class ParameterWriter:
         # Others read the value behind a detach: they have no gradient to send.
         self._returned = [use for use in self._remote if context.runs_backward[use.user]]
         self._ready: list[int] = []
-        self._held: list[Convert] = []
+        self._held: list[Instruction] = []
         self._passed: list[int] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
