@@ -262,7 +262,7 @@ def gather_buckets(
     """Operators by bucket of a segment: what ZeRO-3 gathers is so together, a layer at most.
 
     Example:
-        >>> gather_buckets([3, 2, 1, 0], {3: 10, 2: 5, 1: 0, 0: 10}, [0, 1, 1, 1], 12)
+        >>> gather_buckets([3, 2, 1, 0], {3: 10, 2: 5, 1: 0, 0: 10}, [0, 0, 0, 1], 12)
         [[3], [2, 0], [1]]
 
     A bucket that goes beyond a layer would be held while others compute: two of them are there at
