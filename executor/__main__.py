@@ -35,6 +35,7 @@ from stratagem.executor.running.execute import check_forward, check_world, prepa
 from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.named_functions import make_data, make_model, make_rate
 from stratagem.executor.running.planned_graph import planned_graph
+from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.running.torch_reference import reference_of
 from stratagem.executor.running.world import default_backend, process_rank
 from stratagem.executor.state.parameter_parts import model_state
@@ -63,6 +64,8 @@ def run_rank(arguments: argparse.Namespace, comm: Communicator, watch: Watch) ->
     elsewhere = provenance_of(comm, plan.training.formats.kernels).elsewhere(plan)
     if elsewhere and comm.rank == 0:
         warnings.warn(elsewhere, stacklevel=2)
+    if comm.rank == 0:
+        warn_of_streamed_pieces(plan)
     place.enter(-1, "taking the first batch", slow=True, idle=True)
     data: Data = make_data(arguments.data, plan.seed) if arguments.data else example
     inputs = {given.name for given in graph.inputs}

@@ -17,6 +17,7 @@ from stratagem.executor.lowering.lower import lower
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.running.world import process_rank
 from stratagem.executor.state.parameter_parts import check_state
 from stratagem.executor.training.batches import Batches, Data
@@ -78,6 +79,9 @@ def execute(
             else see `Limits.stalled`.
         show: shows progress, on the rank that knows the loss.
 
+    Warns:
+        SeparateCollectives: the plan streams pieces, which run as collectives of their own.
+
     Returns:
         Everything with ``local``. Else timeline, parameters, gradients and outputs are complete on
         rank 0 only.
@@ -121,6 +125,7 @@ def execute(
             raise
 
     if backend == "local":
+        warn_of_streamed_pieces(plan)
         result = run_local(program.world_size, run, timeout=timeout or LOCAL_SECONDS)[0]
         warn_not_finite(result.losses, result.first_step)
         return result
@@ -129,6 +134,8 @@ def execute(
     limits = Limits(stalled=timeout or Limits.stalled)
     with process_rank(limits, backend=backend) as (comm, watch):
         check_world(program, comm.world_size)
+        if comm.rank == 0:
+            warn_of_streamed_pieces(plan)
         return run(comm, watch)
 
 

@@ -15,6 +15,7 @@ from stratagem.executor.backends.rank_stores import STORE_FOLDER
 from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.running.world import default_backend
 from stratagem.executor.training.training_loop import warn_not_finite
 from stratagem.executor.watching import rank_starter
@@ -85,6 +86,9 @@ def launch(
         outputs: file for what a forward pass gives back in the last step (safetensors).
         show: shows progress.
 
+    Warns:
+        SeparateCollectives: the plan streams pieces, which run as collectives of their own.
+
     Raises:
         ValueError: when the plan file cannot be read, or there is no checkpoint to go on from.
         RuntimeError: when there are GPUs here, and CuPy or NCCL is missing or there are too few
@@ -92,6 +96,7 @@ def launch(
         TimeoutError: when the run takes longer than `timeout`.
     """
     plan, limits = Plan.load(plan_path), limits or Limits()
+    warn_of_streamed_pieces(plan)
     backend = backend or default_backend(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)

@@ -83,7 +83,8 @@ def _parts(choice: Choice) -> tuple[object, ...]:
 
 
 def _options(choice: Choice) -> tuple[object, ...]:
-    return choice.zero, choice.recompute, choice.chunks, choice.fused, choice.regather
+    pieces = choice.chunks, choice.streamed
+    return choice.zero, choice.recompute, pieces, choice.fused, choice.regather
 
 
 def _one_apart(options: Sequence[Choice]) -> list[list[int]]:

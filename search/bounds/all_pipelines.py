@@ -195,10 +195,11 @@ class PipelineWork:
         operator = model.graph.operators[i]
         fusible = self._options.fuse and fuses_forward(operator)
         choices = [
-            Choice((), 0, recompute, chunks, fused)
+            Choice((), 0, recompute, chunks, fused, streamed=streamed)
             for chunks in self._options.chunks
             if chunks == 1 or piece_dim(operator, sizes, chunks)
             for fused in ((False, True) if fusible else (False,))
+            for streamed in ((False, True) if self._options.stream and chunks > 1 else (False,))
         ] or [Choice((), 0, recompute)]
         return min(
             builder.shard_seconds(i, choice, sizes)

@@ -155,5 +155,6 @@ class ComputingBounds:
         for choice in operator_choices(graph, operator, shape, (0,), self._options):
             sizes = tuple(sorted(local_sizes(operator, choice.config, shape).items()))
             config = choice.config if inside else ()
-            found.setdefault((sizes, choice.chunks, choice.fused, config), choice)
+            how = choice.chunks, choice.streamed, choice.fused
+            found.setdefault((sizes, *how, config), choice)
         return found

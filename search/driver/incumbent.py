@@ -66,9 +66,11 @@ class Incumbent:
         """Whether a plan trains as others do, and only does what the options allow."""
         if plan.make_schedule().update_every is not None:
             return False
-        regathers = any(c.regather for stage in plan.stages for c in stage.choices.values())
-        return (self._options.inputs_first or not plan.inputs_first) and (
-            self._options.regather or not regathers
+        chosen = [choice for stage in plan.stages for choice in stage.choices.values()]
+        return (
+            (self._options.inputs_first or not plan.inputs_first)
+            and (self._options.regather or not any(choice.regather for choice in chosen))
+            and (self._options.stream or not any(choice.streamed for choice in chosen))
         )
 
     def _extend_front(self, simulation: Simulation) -> None:

@@ -77,6 +77,8 @@ def _as_options_say(plan: Plan, space: Space) -> Plan:
     choices = choices_of(plan)
     if not space.options.regather:
         choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
+    if not space.options.stream:
+        choices = {name: replace(choice, streamed=False) for name, choice in choices.items()}
     return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=space.options)
 
 

@@ -99,9 +99,13 @@ class Options:
             `Plan`).
         regather: whether layers may keep a shard of their gathered inputs only and gather again
             in backward (see `Choice`). It is not tried where every plan fits anyway.
+        stream: whether pieces may be streamed too (see `Choice`), for programs whose collectives
+            wait for parts of a product. Not for the executor: it has none, and runs separate
+            ones, which take longer than predicted.
 
     Raises:
-        ValueError: on an unknown policy, none at all, chunks below 1 or a negative size.
+        ValueError: on an unknown policy, none at all, chunks below 1, a negative size, or where
+            there are no pieces to stream.
     """
 
     recompute: tuple[str, ...] = RECOMPUTE_POLICIES
@@ -110,6 +114,7 @@ class Options:
     bucket_bytes: int = 0
     inputs_first: bool = False
     regather: bool = False
+    stream: bool = False
 
     def __post_init__(self) -> None:
         for policy in self.recompute:
@@ -118,6 +123,11 @@ class Options:
             raise ValueError("recompute lists no policy: give at least one, such as 'none'")
         if not self.chunks or min(self.chunks) < 1:
             raise ValueError(f"chunks are {self.chunks}: list whole numbers from 1 up")
+        if self.stream and max(self.chunks) == 1:
+            raise ValueError(
+                f"stream is True, but chunks are {self.chunks}: nothing runs in pieces that could "
+                "be streamed; give chunks such as (1, 2, 4), or stream=False"
+            )
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more")
 
@@ -322,11 +332,12 @@ def operator_choices(
         pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
         again = options.regather and bool(operator.weights) and not recompute
         choices += [
-            Choice(config, zero, recompute, chunks, fused, regather)
+            Choice(config, zero, recompute, chunks, fused, regather, streamed)
             for zero in zero_stages_of(graph, operator, config, shape, zero_stages)
             for chunks in pieces or [1]
             for fused in ((False, True) if fusible else (False,))
             for regather in ((False, True) if again else (False,))
+            for streamed in ((False, True) if options.stream and chunks > 1 else (False,))
         ]
     return tuple(choices)
 

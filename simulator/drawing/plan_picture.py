@@ -149,7 +149,7 @@ def _remarks(choice: Choice) -> str:
     words = [
         f"ZeRO-{choice.zero}" * bool(choice.zero),
         "recomputed" * choice.recompute,
-        f"{choice.chunks} pieces" * (choice.chunks > 1),
+        f"{choice.chunks} {'streamed ' * choice.streamed}pieces" * (choice.chunks > 1),
         "fused" * choice.fused,
         "regathered" * choice.regather,
     ]

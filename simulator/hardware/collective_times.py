@@ -76,6 +76,20 @@ def collective_time(kind: Collective, nbytes: float, size: int, link: AxisLink) 
     return min(algorithm_times(kind, nbytes, size, link).values())
 
 
+def collective_latency(kind: Collective, nbytes: float, size: int, link: AxisLink) -> float:
+    """The seconds of `collective_time` that no bytes take: the hops of the algorithm it chooses.
+
+    Example:
+        >>> link = AxisLink(1e-6, 1e-9, False, False)
+        >>> round(collective_latency(Collective.ALL_REDUCE, 8e6, 4, link), 9)
+        6e-06
+    """
+    if size == 1 or kind is Collective.SLICE:
+        return 0.0
+    times = algorithm_times(kind, nbytes, size, link)
+    return algorithm_times(kind, 0.0, size, link)[min(times, key=times.__getitem__)]
+
+
 def algorithm_times(
     kind: Collective, nbytes: float, size: int, link: AxisLink
 ) -> dict[Algorithm, float]:

@@ -202,6 +202,11 @@ class Plan(SavedValue):
         choices = (choice for stage in self.stages for choice in stage.choices.values())
         return any(isinstance(placed, Pin) for choice in choices for placed in choice.config)
 
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """The operators whose pieces are streamed (see `Choice`), stage by stage."""
+        return tuple(n for stage in self.stages for n, c in stage.choices.items() if c.streamed)
+
     @cached_property
     def _made_schedule(self) -> Schedule:
         if self.has_own_orders:
@@ -387,6 +392,7 @@ class _ChoiceFile:
     chunks: int = 1
     fused: bool = False
     regather: bool = False
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -441,6 +447,7 @@ def _to_file(plan: Plan) -> _PlanFile:
                     chunks=choice.chunks,
                     fused=choice.fused,
                     regather=choice.regather,
+                    streamed=choice.streamed,
                 )
                 for name in stage.operators
                 for choice in [stage.choices[name]]
@@ -481,6 +488,7 @@ def _from_file(file: _PlanFile) -> Plan:
                     chunks=choice.chunks,
                     fused=choice.fused,
                     regather=choice.regather,
+                    streamed=choice.streamed,
                 )
                 for name, choice in stage.choices.items()
             },

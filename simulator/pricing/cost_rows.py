@@ -42,9 +42,42 @@ class PricedTime:
         """The same where `keep` is true, nothing elsewhere."""
         return PricedTime(masked(self.ns, keep), masked(self.mask, keep))
 
+    @property
+    def transposed(self) -> PricedTime:
+        """Pairs of choices the other way round."""
+        return PricedTime(self.ns.T.copy(), self.mask.T.copy())
+
     def __add__(self, more: PricedTime) -> PricedTime:
         """One behind the other."""
         return PricedTime(self.ns + more.ns, self.mask | more.mask)
+
+
+@dataclass(frozen=True, eq=False)
+class PieceCounts:
+    """In how many pieces a tensor is converted, and whether these are streamed, by choice or pair.
+
+    Example:
+        >>> ours = PieceCounts(np.array([1, 4]), np.array([False, True]))
+        >>> theirs = PieceCounts(np.array([2]), np.array([False]))
+        >>> ours.and_then(theirs).count.tolist(), ours.and_then(theirs).streamed.tolist()
+        ([[2], [4]], [[False], [True]])
+    """
+
+    count: Ints
+    streamed: Flags
+
+    @property
+    def most(self) -> int:
+        """The most pieces of any choice."""
+        return int(self.count.max())
+
+    def and_then(self, reads: PieceCounts) -> PieceCounts:
+        """By pair: these, of what makes a tensor, or where it is whole those of what reads it."""
+        made = self.count[:, None] > 1
+        return PieceCounts(
+            np.where(made, self.count[:, None], reads.count[None, :]),
+            np.where(made, self.streamed[:, None], reads.streamed[None, :]),
+        )
 
 
 def masked(values: Ints, keep: Flags) -> Ints:
@@ -69,11 +102,11 @@ class OperatorRow:
     """What each choice of one operator costs: arrays over `choices`, bytes per device.
 
     `forward`, `backward`, `input_gradient` and `weight_gradient` are the times of one of `pieces`
-    equal pieces. The last two are the parts of `backward` that make the gradients of inputs and
-    of parameters; what makes the latter takes `adding` longer in each microbatch of a step but
-    one, where gradients are added to those before. `recompute` is the whole forward pass
-    where a choice repeats it. The launches are what the host takes to launch a pass, all pieces;
-    nothing where that is not modelled.
+    equal pieces (streamed: that part of one product). The last two are the parts of `backward`
+    that make the gradients of inputs and of parameters; what makes the latter takes `adding`
+    longer in each microbatch of a step but one, where gradients are added to those before.
+    `recompute` is the whole forward pass where a choice repeats it. The launches are what the
+    host takes to launch a pass, all pieces; nothing where that is not modelled.
 
     `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
     `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
@@ -214,6 +247,8 @@ class EdgeRow:
     operator that makes the tensor (backward: the consumer makes its gradient); if that one runs
     whole, in those of the operator that reads it. The first are counted by `made_forward` and
     `made_backward` (1 where both run whole), the others by `read_forward` and `read_backward`.
+    `latency_forward` and `latency_backward` are ns that streamed pieces take once: the last of
+    those that are made, the first of those that are read; None where nothing is streamed.
     `recompute` is the whole forward conversion where the consumer is recomputed (of one that does
     not run again, where backward needs the input), `regather` where only its input is converted
     again. `copy_bytes` is the size of the converted copy. `launches`
@@ -231,6 +266,8 @@ class EdgeRow:
     recompute: PricedTime
     regather: PricedTime
     copy_bytes: Ints
+    latency_forward: Ints | None = None
+    latency_backward: Ints | None = None
     launches: EdgeLaunches | None = None
     shares: tuple[Ints, ...] | None = None
 
@@ -246,11 +283,25 @@ class EdgeRow:
         return all(int(count.max()) <= 1 for count in pieces)
 
     @property
+    def forward_ns(self) -> Ints:
+        """The forward conversion, all pieces."""
+        pieces = np.maximum(self.made_forward, self.read_forward)
+        once = 0 if self.latency_forward is None else self.latency_forward
+        found: Ints = self.forward.ns * pieces + once
+        return found
+
+    @property
+    def backward_ns(self) -> Ints:
+        """That of the gradient, all pieces."""
+        pieces = np.maximum(self.made_backward, self.read_backward)
+        once = 0 if self.latency_backward is None else self.latency_backward
+        found: Ints = self.backward.ns * pieces + once
+        return found
+
+    @property
     def both_ns(self) -> Ints:
         """Forward and backward conversion, all pieces, and the one that is repeated."""
-        there = self.forward.ns * np.maximum(self.made_forward, self.read_forward)
-        back = self.backward.ns * np.maximum(self.made_backward, self.read_backward)
-        both: Ints = there + back + self.regather.ns
+        both: Ints = self.forward_ns + self.backward_ns + self.regather.ns
         return both
 
 

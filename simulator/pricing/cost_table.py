@@ -50,6 +50,7 @@ from stratagem.simulator.pricing.cost_rows import (
     EdgeLaunches,
     EdgeRow,
     OperatorRow,
+    PieceCounts,
     PricedTime,
     TieRow,
     masked,
@@ -393,10 +394,7 @@ class TableBuilder:
         if one and alike and not theirs[0].fused:
             return UNCONVERTED
         forward = self._conversions(sizes, itemsize, sources, targets)
-        backward = forward.where(np.zeros(forward.ns.shape, dtype=np.bool_))
-        if flows:
-            back = self._conversions(sizes, itemsize, grads, needed)
-            backward = PricedTime(back.ns.T.copy(), back.mask.T.copy())
+        backward = self._conversions(sizes, itemsize, grads, needed) if flows else None
         copies = conversion_bytes(sizes, itemsize, sources, targets, self.mesh.shape)
         saved = saved_slots(consumer, fused=self.training.fused_elementwise)
         kept = self.graph.needs_gradient[edge.consumer] and edge.slot in saved
@@ -412,26 +410,24 @@ class TableBuilder:
             there = self._stalls(sizes, itemsize, sources, targets)
             back = PricedTime(np.zeros_like(there.ns), np.zeros_like(there.mask))
             if flows:
-                stalls = self._stalls(sizes, itemsize, grads, needed)
-                back = PricedTime(stalls.ns.T.copy(), stalls.mask.T.copy())
+                back = self._stalls(sizes, itemsize, grads, needed).transposed
             launches = EdgeLaunches(there, back, there.where(again), there.where(gathers))
-        if max(makes.max(), reads.max()) > 1:
-            pieces = np.where(makes[:, None] > 1, makes[:, None], reads[None, :])
-            forward = self._in_pieces(forward, pieces, sizes, itemsize, (sources, targets))
-            pieces = np.where(reads[None, :] > 1, reads[None, :], makes[:, None])
-            if flows:
-                backward = self._in_pieces(
-                    backward, pieces, sizes, itemsize, (grads, needed), transposed=True
-                )
+        late_there, late_back = None, None
+        if max(makes.most, reads.most) > 1:
+            ends, pieces = (sources, targets), makes.and_then(reads)
+            forward, late_there = self._in_pieces(forward, pieces, sizes, itemsize, ends)
+            if backward is not None:
+                ends, pieces = (grads, needed), reads.and_then(makes)
+                backward, late_back = self._in_pieces(backward, pieces, sizes, itemsize, ends)
         if edge.slot == 0 and fuses_forward(consumer):
-            forward = self._fused(forward, consumer, theirs)
-        made_pieces = np.broadcast_to(makes[:, None], copies.shape)
-        read_pieces = np.broadcast_to(reads[None, :], copies.shape)
+            forward = self._fused(forward, makes, consumer, theirs)
+        made_pieces = np.broadcast_to(makes.count[:, None], copies.shape)
+        read_pieces = np.broadcast_to(reads.count[None, :], copies.shape)
         by_reader = (made_pieces == 1) & (read_pieces > 1)
         by_producer = (made_pieces > 1) & (read_pieces == 1)
         return EdgeRow(
             forward=forward,
-            backward=backward,
+            backward=_nothing_of(forward) if backward is None else backward.transposed,
             made_forward=masked(made_pieces, ~by_reader),
             read_forward=masked(read_pieces, by_reader),
             made_backward=masked(read_pieces, ~by_producer),
@@ -439,6 +435,8 @@ class TableBuilder:
             recompute=whole.where(again),
             regather=whole.where(gathers),
             copy_bytes=copies,
+            latency_forward=late_there,
+            latency_backward=None if late_back is None else late_back.T.copy(),
             launches=launches,
             shares=self._shares(edge, theirs, targets, grads if flows else None, kept, runs_again),
         )
@@ -468,7 +466,9 @@ class TableBuilder:
             np.where(alone | again | gathers | (not kept), none, there),
         )
 
-    def _pieces(self, operator: Operator, choices: Sequence[Choice], layout: Layout) -> Ints:
+    def _pieces(
+        self, operator: Operator, choices: Sequence[Choice], layout: Layout
+    ) -> PieceCounts:
         """In how many pieces a tensor of an operator is converted, by choice."""
         there = set(factors(layout))
         pieces = []
@@ -478,37 +478,46 @@ class TableBuilder:
                 sizes = local_sizes(operator, choice.config, self.mesh.shape)
                 dim = piece_dim(operator, sizes, choice.chunks)
             pieces.append(choice.chunks if dim in there else 1)
-        return np.array(pieces, dtype=np.int64)
+        streamed = [choice.streamed for choice in choices]
+        return PieceCounts(np.array(pieces, dtype=np.int64), np.array(streamed, dtype=np.bool_))
 
     def _in_pieces(
         self,
         whole: PricedTime,
-        pieces: Ints,
+        pieces: PieceCounts,
         sizes: tuple[int, ...],
         itemsize: int,
         ends: tuple[Sequence[Placements], Sequence[Placements]],
-        *,
-        transposed: bool = False,
-    ) -> PricedTime:
-        """The time of one of `pieces`: each pays the latency of the whole path."""
-        ns = whole.ns.copy()
-        for a, b in zip(*np.nonzero((pieces > 1) & (ns > 0)), strict=True):
-            source, target = (ends[0][b], ends[1][a]) if transposed else (ends[0][a], ends[1][b])
-            path = self.resharder.path(sizes, itemsize, source, target)
-            latency = self.resharder.seconds(path, 0) * 1e9
-            ns[a, b] = max(1, round(latency + (ns[a, b] - latency) / pieces[a, b]))
-        return PricedTime(ns, whole.mask)
+    ) -> tuple[PricedTime, Ints | None]:
+        """The time of one piece, and the latency that streamed ones take once, if any is.
+
+        Every other piece pays the latency of the whole path.
+        """
+        ns, once = whole.ns.copy(), np.zeros_like(whole.ns)
+        for a, b in zip(*np.nonzero((pieces.count > 1) & (ns > 0)), strict=True):
+            path = self.resharder.path(sizes, itemsize, ends[0][a], ends[1][b])
+            if pieces.streamed[a, b]:
+                latency, each = self.resharder.latency(path, itemsize) * 1e9, 0.0
+                once[a, b] = round(latency)
+            else:
+                latency = each = self.resharder.seconds(path, 0) * 1e9
+            ns[a, b] = max(1, round(each + (ns[a, b] - latency) / pieces.count[a, b]))
+        return PricedTime(ns, whole.mask), once if once.any() else None
 
     def _fused(
-        self, forward: PricedTime, consumer: Operator, theirs: Sequence[Choice]
+        self,
+        forward: PricedTime,
+        makes: PieceCounts,
+        consumer: Operator,
+        theirs: Sequence[Choice],
     ) -> PricedTime:
-        """The conversions with the forward pass of a fused consumer inside them."""
+        """The conversions with the forward pass of a fused consumer inside them, by piece."""
         ns, mask = forward.ns.copy(), forward.mask.copy()
         for b, choice in enumerate(theirs):
             if choice.fused:
-                own = to_ns(np.array(self._pricer.forward_seconds(consumer, choice)))
+                own = self._pricer.forward_seconds(consumer, choice)
                 mask[:, b] = np.where(ns[:, b] > 0, mask[:, b], COMPUTE)
-                ns[:, b] = np.maximum(ns[:, b], own)
+                ns[:, b] = np.maximum(ns[:, b], to_ns(own / makes.count))
         return PricedTime(ns, mask)
 
     def _stalls(
@@ -559,6 +568,11 @@ class TableBuilder:
             return timed([(0.0, 0)], (1, 1))
         seconds, mask = self.resharder.matrix(sizes, itemsize, sources, targets)
         return PricedTime(to_ns(seconds), np.where(seconds > 0, mask, 0))
+
+
+def _nothing_of(timed: PricedTime) -> PricedTime:
+    """Nothing, for as many pairs of choices."""
+    return timed.where(np.zeros(timed.ns.shape, dtype=np.bool_))
 
 
 def _unconverted() -> EdgeRow:

@@ -202,10 +202,11 @@ class OperatorPricer:
         piece = self._piece_sizes(operator, sizes, choice)
         seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
         comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)
-        forward = (seconds + comm / choice.chunks, COMPUTE | mask)
+        share = choice.chunks // choice.num_products
+        forward = (seconds / share + comm / choice.chunks, COMPUTE | mask)
         backward, weight = IDLE, IDLE
         if self.graph.needs_gradient[i]:
-            spent = self._slowest(operator, piece, Direction.BACKWARD)[0]
+            spent = self._slowest(operator, piece, Direction.BACKWARD)[0] / share
             if not makes_input_gradients(self.graph, i):
                 spent *= kind_of(operator).weight_share or 1.0
             backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
@@ -238,14 +239,14 @@ class OperatorPricer:
             return IDLE
         known = self._known_launch(operator, choice, direction)
         if known is not None:
-            return known * choice.chunks, HOST
+            return known * choice.num_products, HOST
         kernels = num_kernels(operator, self.training, backward=backward)
-        return per_kernel * kernels * choice.chunks, HOST
+        return per_kernel * kernels * choice.num_products, HOST
 
     def _known_launch(
         self, operator: Operator, choice: Choice, direction: Direction
     ) -> float | None:
-        """What the cost model says that launching a pass takes the host, of a piece of it."""
+        """What the cost model says that launching a pass takes the host, of a product of it."""
         costs = self.costs
         if not isinstance(costs, LaunchTimes):
             return None
@@ -267,7 +268,8 @@ class OperatorPricer:
     def _piece_sizes(
         self, operator: Operator, sizes: Mapping[str, int], choice: Choice
     ) -> Mapping[str, int]:
-        if choice.chunks == 1:
+        """Sizes of one of the products that a pass is."""
+        if choice.num_products == 1:
             return sizes
         dim = piece_dim(operator, sizes, choice.chunks)
         if dim is None:
@@ -536,7 +538,7 @@ def _pass_seconds(passes: _Passes, choice: Choice) -> float:
 
 def _pass_key(choice: Choice) -> tuple[object, ...]:
     """What the passes of an operator depend on."""
-    return choice.config, choice.recompute, choice.chunks, choice.fused
+    return choice.config, choice.recompute, choice.chunks, choice.streamed, choice.fused
 
 
 def _home_key(choice: Choice) -> tuple[object, ...]:

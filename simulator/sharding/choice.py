@@ -33,9 +33,13 @@ class Choice:
             backward converts them again: with sequence parallelism a shard instead of what was
             gathered (Korthikanti et al. 2022, arXiv 2205.05198). What is recomputed converts its
             inputs again anyway.
+        streamed: its pieces are parts of one product, and what goes with them is one collective
+            that waits for each part (CoCoNet; see `pieces_and_fusion`). Predicted only: the
+            executor has a product and a collective for each piece.
 
     Raises:
-        ValueError: if the ZeRO stage is not 0 to 3, or `chunks` is below 1.
+        ValueError: if the ZeRO stage is not 0 to 3, `chunks` is below 1, or `streamed` has no
+            pieces.
     """
 
     config: Config
@@ -44,9 +48,25 @@ class Choice:
     chunks: int = 1
     fused: bool = False
     regather: bool = False
+    streamed: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {self.zero}; it must be 0, 1, 2 or 3")
         if self.chunks < 1:
             raise ValueError(f"{self.chunks} chunks; there must be at least 1")
+        if self.streamed and self.chunks == 1:
+            raise ValueError(
+                "streamed with 1 chunk: one piece has nothing to stream; set chunks to 2 or more, "
+                "or streamed to false"
+            )
+
+    @property
+    def num_products(self) -> int:
+        """How many products a pass is, each a launch of its own: streamed pieces are parts of one.
+
+        Example:
+            >>> Choice((), chunks=4).num_products, Choice((), chunks=4, streamed=True).num_products
+            (4, 1)
+        """
+        return 1 if self.streamed else self.chunks

@@ -8,7 +8,28 @@ readers while the next is computed, and each piece of its input is used as soon 
     in pieces  ██████ ██████ ██████ ██████
                       ▒▒▒▒▒▒▒ ▒▒▒▒▒▒▒ ▒▒▒▒▒▒▒ ▒▒▒▒▒▒▒
 
-Small pieces compute less efficiently, and each pays the latency of its collective.
+Small pieces compute less efficiently, and each pays the latency of its collective. *Streamed*
+pieces do neither, as in CoCoNet's overlap, asynchronous tensor parallelism and Flux: they are
+parts of one product, one launch, that makes them one after the other in the order in which the
+collective wants them and says when each is there; the collective is one too, waits for each part,
+and its steps begin with what this rank has first:
+
+    streamed   ███████ product ███████
+                      ▒▒▒▒▒▒ ▒▒▒▒▒▒ ▒▒▒▒▒▒ latency
+
+A part takes 1/n of the time of the product, c = C/n, and 1/n of what bytes take of the collective,
+g = (T − λ)/n; the latency λ of the collective's hops is paid once. Behind a product it follows the
+last part, which has to pass all hops when the others are through:
+
+    max(n·c + g, c + n·g) + λ
+
+Before a product it comes ahead of the first part, which has come all the way, the others close
+behind:
+
+    λ + max(n·g + c, g + n·c)
+
+With n = 1 both are C + T. Backward an operator's passes are cut alike: a part of the pass makes
+its gradients of inputs and of weights (apart with `inputs_first`).
 """
 
 from __future__ import annotations

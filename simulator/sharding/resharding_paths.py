@@ -40,7 +40,11 @@ from stratagem.simulator.graph.placement import (
     smallest_shard,
     splits_of,
 )
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_times import (
+    Collective,
+    collective_latency,
+    collective_time,
+)
 from stratagem.simulator.hardware.device_mesh import AxisLink
 from stratagem.simulator.hardware.resources import link_mask
 from stratagem.simulator.sharding._shortest_paths import shortest_paths
@@ -196,6 +200,15 @@ class Resharder:
     def seconds(self, steps: Sequence[ReshardingStep], itemsize: int) -> float:
         """Time of a path: its collectives one after the other."""
         return sum(self._step_seconds(s.collective, s.elements * itemsize, s.axis) for s in steps)
+
+    def latency(self, steps: Sequence[ReshardingStep], itemsize: int) -> float:
+        """What of these seconds is the hops' own, whatever the bytes."""
+        return sum(
+            collective_latency(
+                s.collective, s.elements * itemsize, self.shape[s.axis], self.links[s.axis]
+            )
+            for s in steps
+        )
 
     def _step_seconds(self, collective: Collective, nbytes: int, axis: int) -> float:
         key = collective, nbytes, axis

@@ -264,7 +264,8 @@ def choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) ->
     if operator.weights and choice.zero:
         words.append(_ZERO[choice.zero])
     if choice.chunks > 1:
-        words.append(f"in {choice.chunks} pieces that overlap with their conversions")
+        pieces = f"{choice.chunks} {'streamed ' * choice.streamed}pieces"
+        words.append(f"in {pieces} that overlap with their conversions")
     if choice.fused:
         words.append(
             "its update in the gradient sync" if operator.weights else "in its collective"

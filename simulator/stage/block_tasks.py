@@ -156,7 +156,7 @@ class _TaskWriter:
             arrivals: list[list[int]] = [[] for _ in range(pieces)]
             for k in self.incoming.get(i, ()):
                 edge, row = self.table.edges[k], self.edge_row(k)
-                both = row.made_forward, row.read_forward
+                both = row.made_forward, row.read_forward, row.latency_forward
                 launch = made.host.converts(k, SharedBy.THERE)
                 made.converted[k] = self._conversion(
                     made, k, SharedBy.THERE, row.forward, both, done[edge.producer], launch
@@ -209,7 +209,9 @@ class _TaskWriter:
                 ends[i] = self._weight_gradient(draft, i, [ends[i]])
             for k in self.incoming.get(i, ()):
                 edge_row = self.edge_row(k)
-                both = edge_row.made_backward, edge_row.read_backward
+                both = (
+                    edge_row.made_backward, edge_row.read_backward, edge_row.latency_backward
+                )  # fmt: skip
                 launch = host.converts(k, SharedBy.BACK)
                 made.converted[k] = self._conversion(
                     made, k, SharedBy.BACK, edge_row.backward, both, done[i], launch
@@ -286,15 +288,16 @@ class _TaskWriter:
         k: int,
         by: SharedBy,
         timed: PricedTime,
-        pieces: tuple[Ints, Ints],
+        pieces: tuple[Ints, Ints, Ints | None],
         made: Sequence[int],
         launch: Sequence[int],
     ) -> tuple[list[int], list[int]]:
         """Tasks of a conversion: in the pieces of what makes the tensor, and of what reads it.
 
-        Each waits for that of the edge which may have it in common.
+        Each waits for that of the edge which may have it in common. The latency of streamed pieces
+        is that of the last one made, of the first one read.
         """
-        by_maker, by_reader = pieces
+        by_maker, by_reader, once = pieces
         last, draft = len(made) - 1, now.draft
         other = self.chains[by].get(k)
         ahead = [] if other is None else now.converted[other][0]
@@ -305,12 +308,12 @@ class _TaskWriter:
         ours: list[int] = []
         for j, task in enumerate(made):
             active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
-            part = self._part(timed, j - len(made), active)
+            part = self._part(timed, j - len(made), active, once, by_maker == j + 1)
             waits = [task, *launch, *ahead[j : j + 1]]
             ours.append(self._converted(draft, k, by, j, part, waits))
         theirs: list[int] = []
         for j in range(int(by_reader.max())):
-            part = self._part(timed, j, by_reader > j)
+            part = self._part(timed, j, by_reader > j, once, (by_reader > 1) & (j == 0))
             theirs.append(self._converted(draft, k, by, j, part, [ours[-1], made[-1]]))
         return ours, theirs
 
@@ -407,11 +410,21 @@ class _TaskWriter:
     def _num_pieces(self, i: int) -> int:
         return self._row(i).most_pieces
 
-    def _part(self, timed: PricedTime, j: int, active: Flags) -> PricedTime:
-        """One piece of a row: `timed` where it is `active`."""
+    def _part(
+        self,
+        timed: PricedTime,
+        j: int,
+        active: Flags,
+        once: Ints | None = None,
+        pays: Flags | None = None,
+    ) -> PricedTime:
+        """One piece of a row: `timed` where it is `active`, and `once` longer where it `pays`."""
         key = (id(timed), j, "part")
         if key not in self._parts:
-            self._parts[key] = timed.where(active)
+            part = timed.where(active)
+            if once is not None and pays is not None and (pays & (once > 0)).any():
+                part = PricedTime(part.ns + np.where(pays, once, 0), part.mask)
+            self._parts[key] = part
         return self._parts[key]
 
     def where(self, timed: PricedTime, keep: Flags | None) -> PricedTime:

@@ -68,7 +68,7 @@ def options(
     name: str, parts: int, i: int, shape: tuple[int, ...], plain: bool
 ) -> tuple[Choice, ...]:
     graph = model_graph(name).microbatch(parts)
-    allowed = Options() if plain else Options(chunks=(1, 2), fuse=True)
+    allowed = Options() if plain else Options(chunks=(1, 2), fuse=True, stream=True)
     return operator_choices(graph, graph.operators[i], shape, (0, 1, 2, 3), allowed)
 
 
@@ -146,8 +146,9 @@ def pin(choice: Choice, where: dict[int, int], *, source: bool, recompute: bool)
     if source:
         return choice
     config = tuple(Pin(where[a]) if a in where else p for a, p in enumerate(choice.config))
-    chunks = 1 if where else choice.chunks  # A pin may leave a size that has no such pieces.
-    return replace(choice, config=config, recompute=recompute, chunks=chunks)
+    if where:  # A pin may leave a size that has no such pieces.
+        choice = replace(choice, chunks=1, streamed=False)
+    return replace(choice, config=config, recompute=recompute)
 
 
 def busy_cores(cluster: Cluster) -> Cluster:

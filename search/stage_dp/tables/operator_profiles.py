@@ -297,10 +297,9 @@ def _states(row: OperatorRow) -> Ints:
 
 def _edge_columns(row: EdgeRow) -> Ints:
     """[4, pairs of choices]: forward, backward with recompute, gathered again, link mask."""
-    there = row.forward.ns * np.maximum(np.maximum(row.made_forward, row.read_forward), 1)
-    back = row.backward.ns * np.maximum(np.maximum(row.made_backward, row.read_backward), 1)
     masks = row.forward.mask | row.backward.mask
-    parts = (there, back + row.recompute.ns, row.regather.ns, masks)
+    back = row.backward_ns + row.recompute.ns
+    parts = (row.forward_ns, back, row.regather.ns, masks)
     return np.stack([part.ravel() for part in parts]).astype(np.int64)
 
 

@@ -70,6 +70,14 @@ def search(
         list[int] | None,
         typer.Option(help="pieces that a product may run in beside its collectives; repeatable"),
     ] = None,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="let pieces be parts of one product that one collective waits for, which the "
+            "executor does not have",
+        ),
+    ] = False,
     fuse: Annotated[
         bool, typer.Option("--fuse", help="let elementwise work run inside collectives")
     ] = False,
@@ -164,6 +172,7 @@ def search(
         recompute=tuple(recompute or RECOMPUTE_POLICIES),
         chunks=tuple(sorted({1, *(chunks or ())})),
         fuse=fuse,
+        stream=stream,
         bucket_bytes=round(bucket_mib * 2**20),
     )
     constraints = Constraints(

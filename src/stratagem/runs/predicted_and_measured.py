@@ -296,7 +296,11 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
     if not isinstance(predicted, Simulation):
         return ()
     plan = predicted.plan
-    return (*_note_on_gradients(plan), *_note_on_the_loss(plan.training))
+    return (
+        *_note_on_gradients(plan),
+        *_note_on_the_loss(plan.training),
+        *_note_on_streamed_pieces(plan),
+    )
 
 
 def _note_on_gradients(plan: Plan) -> Iterator[str]:
@@ -320,6 +324,15 @@ def _note_on_the_loss(training: Training) -> Iterator[str]:
                 f"Predicted as if the loss {said}; the executor's keeps them and makes one "
                 f"gradient beside them: predict with Training({name}=False) for what it takes."
             )
+
+
+def _note_on_streamed_pieces(plan: Plan) -> Iterator[str]:
+    if plan.streamed:
+        yield (
+            f"Predicted as if the pieces of {len(plan.streamed)} operators were parts of one "
+            "product that one collective waits for; the executor ran a product and a collective "
+            "for each piece: predict with streamed=False in their choices for what it takes."
+        )
 
 
 def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:

@@ -25,6 +25,7 @@ from stratagem.executor.results.execution_result import ExecutionResult, not_gra
 from stratagem.executor.running.execute import execute
 from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.learning_rates import Rate, rate_told, told_to_others
 from stratagem.executor.training.training_loop import RunOptions, warn_not_finite
@@ -68,6 +69,7 @@ def run_processes(
             says which and where it was.
         TimeoutError: when the run takes longer than `timeout` seconds.
     """
+    warn_of_streamed_pieces(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)
     options = RunOptions(

@@ -82,7 +82,12 @@ def test_no_plan_holds_less(data: st.DataObject) -> None:
         fused_elementwise=data.draw(st.booleans()),
     )
     here = situation(graph, training=training)
-    options = Options(chunks=(1, 2), fuse=True, regather=data.draw(st.booleans()))
+    options = Options(
+        chunks=(1, 2),
+        fuse=True,
+        regather=data.draw(st.booleans()),
+        stream=data.draw(st.booleans()),
+    )
     problem = make_problem(
         graph, skeleton, CLUSTER, training, here.costs, (0, 1, 2, 3), here.memory, options
     )

@@ -44,7 +44,7 @@ from tests.support.plans import crossed
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 COSTS = RooflineCosts()
-RICH = Options(chunks=(1, 2), fuse=True, bucket_bytes=4096)
+RICH = Options(chunks=(1, 2), fuse=True, bucket_bytes=4096, stream=True)
 
 
 def tiny_gpt() -> OperatorGraph:

@@ -64,8 +64,10 @@ def drawn_skeleton(
 
 
 def drawn_options(rng: np.random.Generator) -> Options:
+    chunks = one_of(rng, ((1,), (1, 2)))
     return Options(
-        chunks=one_of(rng, ((1,), (1, 2))),
+        chunks=chunks,
+        stream=len(chunks) > 1 and one_of(rng, (False, True)),
         fuse=one_of(rng, (False, True)),
         inputs_first=one_of(rng, (False, True)),
         regather=one_of(rng, (False, True)),

@@ -42,7 +42,8 @@ def plan_of(name: str, graph: OperatorGraph = GRAPH) -> Plan:
 )
 def test_every_outcome_is_that_of_the_changed_plan(name: str) -> None:
     """Random walks of proposals; step and memory as simulated from scratch, to the nanosecond."""
-    what_if = WhatIf(plan_of(name), GRAPH, options=Options(chunks=(1, 2), fuse=True))
+    options = Options(chunks=(1, 2), fuse=True, stream=True)
+    what_if = WhatIf(plan_of(name), GRAPH, options=options)
     rng = np.random.default_rng(0)
     names = [op.name for op in GRAPH.operators if len(what_if.choices(op.name)) > 1]
     first = simulate_plan(what_if.plan, GRAPH, COSTS)

@@ -188,9 +188,11 @@ def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(MODELS)))
     layers = data.draw(st.sampled_from([10, 13]))
     cut = data.draw(st.sampled_from(["nowhere", "begin", "end"]))
+    chunks = data.draw(st.sampled_from([(1,), (1, 2)]))
     options = Options(
         recompute=(data.draw(st.sampled_from(["none", "selective", "full"])),),
-        chunks=data.draw(st.sampled_from([(1,), (1, 2)])),
+        chunks=chunks,
+        stream=len(chunks) > 1 and data.draw(st.booleans()),
         regather=data.draw(st.booleans()),
     )
     which = data.draw(st.sampled_from(["all", "one"]))

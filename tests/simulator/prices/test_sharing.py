@@ -212,7 +212,7 @@ STALLED = replace(
     Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2),
     calibration=Calibration(launch_us=2.0, stall_us=5.0),
 )
-RICH = Options(chunks=(1, 2), fuse=True, regather=True)
+RICH = Options(chunks=(1, 2), fuse=True, regather=True, stream=True)
 
 
 def problem_of(
