@@ -178,8 +178,16 @@ SYSTEMS = (
     System(
         "CoCoNet (Jangda et al. 2022)",
         "updates inside collectives, products in pieces beside the collectives of others",
-        names=("sg.Choice.chunks", "sg.Choice.fused", "sg.Options.chunks", "sg.Options.fuse"),
-        lacks="one collective that waits for pieces: each piece is one of its own",
+        names=(
+            "sg.Choice.chunks",
+            "sg.Choice.streamed",
+            "sg.Choice.fused",
+            "sg.Options.chunks",
+            "sg.Options.stream",
+            "sg.Options.fuse",
+        ),
+        lacks="one collective that waits for parts of a product is predicted, not executed; "
+        "residual additions inside sums",
     ),
 )
 """In the order of the page."""
