@@ -43,6 +43,7 @@ Moment = tuple[str, int]
 BOTH = " sync of both homes"
 """What also waits for another rank, so that it may begin later than this one lets it."""
 GATHER = " gather"
+PUBLISH = " publish"
 PASSES = ("forward", "backward", "weight gradient")
 
 
@@ -70,7 +71,12 @@ def disorder(plan: Plan, graph: OperatorGraph, costs: CostModel) -> list[str]:
 
 def _is_sync(each: Bundle | Convert) -> bool:
     """Whether it brings gradients together, and not values or what passes return."""
-    return isinstance(each, Bundle) or each.adds or each.task.endswith(BOTH)
+    first = each.parts[0] if isinstance(each, Bundle) else each
+    return first.adds or first.task.endswith(BOTH)
+
+
+def _is_published(each: Bundle | Convert) -> bool:
+    return each.task.endswith(PUBLISH)
 
 
 def _is_gather(moment: Moment) -> bool:
@@ -139,7 +145,7 @@ class _Order:
                     if gathered != (each.task, number - 1):
                         yield each.task
                     gathered = each.task, number
-                case Bundle() | Convert(later=True) if _is_sync(each):
+                case Bundle() | Convert(later=True) if _is_sync(each) or _is_published(each):
                     parts = each.parts if isinstance(each, Bundle) else (each,)
                     for sync in dict.fromkeys((part.task, part.microbatch) for part in parts):
                         if sync not in begun:
@@ -179,7 +185,7 @@ class _Order:
         ]
 
     def _communication(self, there: Sequence[Moment]) -> Iterator[str]:
-        over, made = self._ends(there), dict[str, int]()
+        over, made, updated = self._ends(there), dict[str, int](), 0
         held = self._held(there)
         begun: dict[object, list[tuple[Span, int]]] = defaultdict(list)
         gathered = self._gathered(there)
@@ -191,13 +197,13 @@ class _Order:
             span, (name, _) = self.spans[moment], moment
             operator = name.partition(" ")[0]
             if self._block(moment):
-                if not name.endswith(" update"):
-                    made[operator] = span.end
+                made[operator] = span.end
+                updated = max(updated, span.end) if name.endswith(" update") else 0
                 continue
             if _is_gather(moment):
                 continue
             if span.start < made.get(operator, 0):
-                yield f"{name} begins {made[operator] - span.start} ns before its gradient is made"
+                yield f"{name} begins {made[operator] - span.start} ns before it is made"
             begin, total = gathered[moment]
             queue, shares = begun[self._queue(moment)], self._queue(moment) == "sync"
             before = max(
@@ -208,7 +214,7 @@ class _Order:
                 ),
                 default=0,
             )
-            latest = max(over[moment], before, held.get(moment, 0))
+            latest = max(over[moment], before, held.get(moment, 0), updated)
             if span.start > latest and not name.endswith(BOTH):
                 yield f"{name} begins {span.start - latest} ns after it may"
         yield from self._syncs(there)
