@@ -100,29 +100,41 @@ def graph() -> OperatorGraph:
     return mlp([64, 64, 64], batch=32)
 
 
-def test_search_then_simulate_agree(graph: OperatorGraph) -> None:
-    cluster = sg.Cluster.preset("dgx-a100", num_nodes=1)
-    result = sg.search(graph, cluster, budget=sg.Budget(evaluations=50), progress=False)
+CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def watched(graph: OperatorGraph) -> tuple[sg.SearchResult, list[sg.SearchProgress]]:
+    """A search of two devices, and what a function was told of it."""
+    told: list[sg.SearchProgress] = []
+    budget = sg.Budget(evaluations=50)
+    return sg.search(graph, CLUSTER, budget=budget, progress=told.append), told
+
+
+@pytest.fixture(scope="module")
+def result(watched: tuple[sg.SearchResult, list[sg.SearchProgress]]) -> sg.SearchResult:
+    return watched[0]
+
+
+def test_search_then_simulate_agree(graph: OperatorGraph, result: sg.SearchResult) -> None:
     assert sg.simulate(result.plan, graph).step_time == result.simulation.step_time
 
 
-def test_a_function_is_told_where_a_search_is(graph: OperatorGraph) -> None:
+def test_a_function_is_told_where_a_search_is(
+    graph: OperatorGraph, watched: tuple[sg.SearchResult, list[sg.SearchProgress]]
+) -> None:
     """It once counted as True, in silence; so did a number and the name of a bar."""
-    cluster, told = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2), []
-    budget = sg.Budget(evaluations=50)
-    result = sg.search(graph, cluster, budget=budget, progress=told.append)
+    result, told = watched
     assert told
     assert all(isinstance(each, sg.SearchProgress) for each in told)
     fractions = [each.fraction for each in told]
     assert fractions == sorted(fractions)
     assert min(each.best for each in told) >= result.simulation.step_time * 0.999
     with pytest.raises(TypeError, match="progress is 'bar'; it says whether a bar is shown"):
-        sg.search(graph, cluster, budget=budget, progress="bar")
+        sg.search(graph, CLUSTER, progress="bar")
 
 
-def test_simulate_refuses_another_models_plan(graph: OperatorGraph) -> None:
-    cluster = sg.Cluster.preset("dgx-a100", num_nodes=1)
-    result = sg.search(graph, cluster, budget=sg.Budget(evaluations=0), progress=False)
+def test_simulate_refuses_another_models_plan(result: sg.SearchResult) -> None:
     with pytest.raises(ValueError, match="search again"):
         sg.simulate(result.plan, mlp([64, 128, 64], batch=32))
 

@@ -302,7 +302,7 @@ def test_gradients_that_wait_for_slow_links_count(zero):
 
 
 def test_the_best_candidate_is_no_slower_than_known_setups():
-    graph = small_gpt(num_layers=12, batch=128, hidden=2048)
+    graph = small_gpt(batch=128, hidden=2048)
     where = situation(graph)
     best = min(where.simulate(c.plan(where)).step_time for c in candidates(where, limit=6).plans)
     for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (4, 2)):
@@ -313,7 +313,7 @@ def test_the_best_candidate_is_no_slower_than_known_setups():
 
 
 def test_equal_arguments_give_equal_candidates():
-    graph, limits = small_gpt(num_layers=4), PipelineLimits(max_stages=2)
+    graph, limits = small_gpt(num_layers=2), PipelineLimits(max_stages=2)
     first, second = (
         [
             (c.reason, c.seconds, c.peaks)
@@ -353,7 +353,7 @@ def test_limits_are_honoured(limits, holds):
 
 
 def test_headroom_leaves_memory_free():
-    where = situation(small_gpt(num_layers=4), FOUR)
+    where = situation(small_gpt(num_layers=2), FOUR)
     full = max(c.peak_bytes for c in candidates(where, limit=30).plans)
     capacity = where.cluster.device_types[0].memory_bytes
     headroom = 1 - 0.5 * full / capacity
@@ -373,7 +373,7 @@ def mixed_cluster():
 
 
 def test_slower_devices_get_fewer_operators():
-    graph = small_gpt(num_layers=24, hidden=1024)
+    graph = small_gpt(num_layers=12, hidden=1024)
     where = situation(graph, mixed_cluster())
     found = candidates(where, limit=20, limits=PipelineLimits(num_stages=(2,), equal_meshes=True))
     stages = found.plans[0].skeleton.stages
@@ -392,7 +392,7 @@ def test_a_stage_may_have_a_number_of_devices_that_is_no_power_of_two():
 
 
 def test_what_does_not_fit_says_which_stage_and_what_would_help():
-    graph = gpt(num_layers=48, hidden=12288, num_heads=96, sequence=2048, batch=8)
+    graph = gpt(num_layers=24, hidden=12288, num_heads=96, sequence=2048, batch=8)
     where = situation(graph)
     limits = PipelineLimits(zero_stages=(0,), recompute=("none",))
     found = candidates(where, limits=limits)
