@@ -27,7 +27,7 @@ STARTS_OF_KIND = 2
 """Plans of a kind, of different cuts, that are refined: single changes may end before the best."""
 KIND_SLACK = 1.5
 """Kinds whose best plan takes more than so many times the best of all are left alone."""
-MOST_ANEW, ANEW_SLACK = 4, 1.05
+MOST_ANEW, ANEW_SLACK = 8, 1.25
 """So many plans at most have neighbours that choose anew: those that take at most so many times
 the best of all."""
 MOST_WALKED, WALKED_OPERATORS = 16, 6_000

@@ -203,7 +203,7 @@ class SearchCourse:
             return self._search_all(known[:num_skeletons]) or StopReason.NEAR
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
-        left -= self._bound_found(found, left)
+        left = max(0, left - self._bound_found(found, left))
         if weakest:
             self._bound_recut()
         best_ranked = first_policies(sorted([*found, *refined, *idle], key=lambda e: e.rank))
@@ -224,7 +224,7 @@ class SearchCourse:
         anew = DESCENT_EVALUATIONS if least and self._is_small else 0
         for turn in range(MOST_DESCENTS):
             found = improver.descend(self._shares.is_up, anew)
-            left -= self._bound_found(found, left)
+            left = max(0, left - self._bound_found(found, left))
             if self._is_near_enough():
                 return StopReason.NEAR
             is_better = self._search_found(found[:num_skeletons])
@@ -332,6 +332,7 @@ class SearchCourse:
         Few of these were listed, and plans are met that choose anew for what was carried over.
         """
         worth = [entry for entry in found if entry.bound < self.incumbent.time]
+        most = len(worth) if self._is_small else most  # However many were sharpened before.
         return len(self._bound_entries(worth[:most], self._shares.is_up))
 
     def _search_all(
