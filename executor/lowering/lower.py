@@ -18,9 +18,8 @@ from stratagem.executor.program.instructions import (
 )
 from stratagem.executor.program.programs import LOSS, Program, RankProgram, Stored
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.operators.kinds.kind_record import OperatorRole
-from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
+from stratagem.simulator.plan.mirrored_stages import kept_statistics
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.recipe_check import check_recipe
 from stratagem.simulator.plan.token_slice_plan import sliced_plan
@@ -109,15 +108,12 @@ def _check_loss(context: Context) -> None:
 
 
 def _check_statistics(context: Context) -> None:
-    buffers = {each.name for each in context.graph.parameters if not each.trainable}
-    for operator in context.graph.operators:
-        kept = [weight.parameter for weight in operator.weights if weight.parameter in buffers]
-        if role_of(operator) is OperatorRole.BATCH_NORM and kept:
-            raise ValueError(
-                f"plan {context.plan.name!r}: operator {operator.name!r} keeps running statistics "
-                f"({kept[0]!r}), of which each of two homes would see half of the microbatches: "
-                f"choose a schedule with one home for a stage, such as 1f1b"
-            )
+    kept = kept_statistics(context.graph)
+    if kept:
+        raise ValueError(
+            f"plan {context.plan.name!r}: {kept}, of which each of two homes would see half of "
+            "the microbatches: choose a schedule with one home for a stage, such as 1f1b"
+        )
 
 
 def _check_shared_statistics(context: Context, weights: Weights) -> None:

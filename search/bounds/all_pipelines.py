@@ -76,6 +76,22 @@ class PipelineWork:
             parts * work / _shares(devices, waiting, parts), self._path(parts) if fills else 0.0
         )
 
+    def mirrored_seconds(self, num_microbatches: int, num_ranks: int) -> float:
+        """The same of pipelines in two opposite directions (Chimera).
+
+        Each microbatch passes through all operators, on one home of each or the other, so devices
+        still work on it for W seconds together, and z ≥ M · W / devices; and it goes through them
+        there and back. But a rank has stages of both directions, and those of one fill its time
+        while it would wait in the other.
+
+        Args:
+            num_microbatches: of the batch, of both directions together.
+            num_ranks: least number of sets of devices.
+        """
+        parts, devices = num_microbatches, self._models.situation.cluster.num_devices
+        work = self._work(parts, devices - num_ranks + 1)
+        return max(parts * work / devices, self._path(parts))
+
     def seconds_on(self, skeleton: Skeleton) -> float:
         """The same for the plans of one skeleton: no quick bound is quicker, and most are above.
 

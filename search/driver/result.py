@@ -24,6 +24,7 @@ from stratagem.searcher.driver.saved_result import (
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.improvement.simpler_plans import TELLS_APART, variety
+from stratagem.searcher.space.schedule_traits import MIRRORED, SLICED
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -45,6 +46,12 @@ PROVED_GAP = 5e-4
 
 FITTING = ("yes", "without headroom", "no")
 """What tables say of plans: they fit, or would if nothing had to stay free, or do not."""
+
+UNBOUNDED = {
+    SLICED: ("slices no tokens", "slices them"),
+    MIRRORED: ("has one home for each stage", "has two"),
+}
+"""What plans do that bounds are about, and what one does that they are not about, by schedule."""
 
 NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
@@ -69,7 +76,7 @@ class StopReason(enum.Enum):
     NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
     SETTLED = "the skeletons chosen were searched in full, the others bounded only"
     LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
-    NEAR = "the gap that was asked for is proved: nobody can find a plan that is better by more"
+    NEAR = "the gap that was asked for is proved: no plan of the space is better by more"
     ALIKE = "what could still be gained is less than what predictions tell apart"
     PROVED = "the lower bound proves that no plan of the space is better"
     NOTHING_FITS = "no plan of the space was found to fit the memory"
@@ -175,6 +182,8 @@ class SearchResult(SavedValue):
         fastest: where the simplest plan was asked for and is another one, the fastest; else None.
         headroom: of each device's memory what was to stay free. Bounds and the certificate are of
             plans that leave it free; baselines that do not keep their row and are marked.
+        unbounded: schedules under which plans were tried that no bound is about: those that slice
+            tokens, and on many devices those of two directions.
     """
 
     FILE: ClassVar[str] = "search result"
@@ -195,6 +204,7 @@ class SearchResult(SavedValue):
     seconds: float
     fastest: Simulation | None = None
     headroom: Headroom = NO_HEADROOM
+    unbounded: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The text of the file of a search: all of the above, baselines in brief."""
@@ -215,6 +225,7 @@ class SearchResult(SavedValue):
             seconds=self.seconds,
             fastest=None if self.fastest is None else self.fastest.kept(brief=True),
             headroom=self.headroom,
+            unbounded=self.unbounded,
         )
         return encode({**RESULT_FORM.head, "result": kept})
 
@@ -228,8 +239,11 @@ class SearchResult(SavedValue):
 
     @property
     def gap(self) -> float | None:
-        """How far the plan may be from the best of the space: (step − bound) / step."""
-        if self.bound is None or not self.simulation.fits:
+        """How far the plan may be from the best of the space: (step − bound) / step.
+
+        None where no bound is known, or none that is about plans like this one.
+        """
+        if self.bound is None or not self.simulation.fits or self._is_beside:
             return None
         step = self.simulation.step_time
         return max(0.0, (step - self.bound) / step)
@@ -309,14 +323,26 @@ class SearchResult(SavedValue):
         if self.bound is None:
             return "no bound: the search ended before there was one"
         everything = "of the space" if self.bounds_all else f"on the {self._num_listed}"
-        if self.headroom:
-            everything += f" that leaves {self.headroom} free"
+        told = [f"leaves {self.headroom} free"] if self.headroom else []
+        told += [f"{UNBOUNDED[name][0]}" for name in self.unbounded]
+        if told:
+            everything += f" that {' and '.join(told)}"
+        if self._is_beside:
+            return (
+                f"no plan {everything} takes less than {format_duration(self.bound)}; this one "
+                f"{UNBOUNDED[self.plan.schedule][1]}, and no bound is about others that do"
+            )
         if (self.gap or 0.0) < PROVED_GAP:
             return f"proved: no plan {everything} takes less than {format_duration(step)}"
         return (
             f"no plan {everything} takes less than {format_duration(self.bound)}: "
             f"this one is at most {100 * (self.gap or 0.0):.1f} % from the best{self._of_listed}"
         )
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether no bound is about plans like this one."""
+        return self.plan.schedule in self.unbounded
 
     @property
     def _num_listed(self) -> str:
@@ -479,6 +505,7 @@ class _KeptResult:
     seconds: float
     fastest: KeptSimulation | None = None
     headroom: Headroom = NO_HEADROOM
+    unbounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -519,4 +546,5 @@ def _read(kept: _KeptResult) -> SearchResult:
         seconds=kept.seconds,
         fastest=None if kept.fastest is None else Simulation.from_kept(kept.fastest),
         headroom=kept.headroom,
+        unbounded=kept.unbounded,
     )

@@ -10,6 +10,11 @@ from math import inf
 from pathlib import Path
 
 from stratagem.searcher.driver.improver import affordable
+from stratagem.searcher.driver.other_forms import (
+    possible_forms,
+    try_other_forms,
+    without_their_share,
+)
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
@@ -23,7 +28,7 @@ from stratagem.searcher.processes.garbage_collection import seldom_collected
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
-from stratagem.searcher.space.schedule_traits import schedules_of
+from stratagem.searcher.space.schedule_traits import SLICED, schedules_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
 from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
@@ -106,6 +111,8 @@ def search(
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
             1F1B is searched, and baselines may have others. A forward pass has ``"gpipe"`` only.
+            The best pipelines are tried with sliced tokens and in two directions, too, unless
+            schedules are listed without ``"terapipe"`` and ``"chimera"``.
         zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
             out.
         num_skeletons: how many skeletons are searched, one or more; of small models others that
@@ -269,6 +276,7 @@ def _joined(
         baselines=parts[0].baselines,
         bound=_least([part.bound for part in parts], len(graphs)),
         listed_bound=_least([part.listed_bound for part in parts], len(graphs)),
+        unbounded=tuple(dict.fromkeys(name for part in parts for name in part.unbounded)),
         space=tuple(record for part in parts for record in part.space),
         trace=tuple(point for part in parts for point in part.trace),
         notes={**winner.notes, **left_out},
@@ -310,12 +318,13 @@ def _search_graph(
     """`search` on one graph."""
     graph, cluster = situation.graph, situation.cluster
     schedules = schedules_of(graph, wishes.schedules)
+    forms = possible_forms(situation, wishes)
     zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)
     run = SearchCourse(
-        Space(situation, options, zeros, wishes.bind(graph), schedules),
-        budget,
+        Space(situation, options, zeros, wishes.bind(graph), schedules, forms),
+        without_their_share(budget, forms),
         seed,
         num_threads,
         progress,
@@ -338,6 +347,7 @@ def _search_graph(
         if listed is not None:
             others = run.space.pipelines_bound
             bound = listed if others is None else min(listed, others)
+        reason = try_other_forms(run, forms, reason, budget)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
     best = run.incumbent.best
@@ -353,9 +363,10 @@ def _search_graph(
         plan=named.plan,
         simulation=named,
         baselines=run.baselines,
-        bound=bound if best.fits else None,
-        listed_bound=listed if best.fits else None,
-        bounds_all=run.space.pipelines_bound is not None,
+        bound=_at_most(bound, best),
+        listed_bound=_at_most(listed, best),
+        bounds_all=run.space.bounds_all,
+        unbounded=tuple(n for n in forms if n == SLICED or not run.space.bounds_all),
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
@@ -366,6 +377,11 @@ def _search_graph(
         fastest=None if given is best else _named(best, graph, seed),
         headroom=wishes.room(cluster),
     )
+
+
+def _at_most(bound: float | None, best: Simulation) -> float | None:
+    """What no plan of the space is under; those beside it may be faster than that."""
+    return None if bound is None or not best.fits else min(bound, best.step_time)
 
 
 def _named(found: Simulation, graph: OperatorGraph, seed: int) -> Simulation:

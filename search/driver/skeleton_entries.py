@@ -15,7 +15,7 @@ from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
-from stratagem.searcher.space.schedule_traits import traits_of
+from stratagem.searcher.space.schedule_traits import MIRRORED, traits_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
     SMALL_CLUSTER,
@@ -105,6 +105,7 @@ class Space:
         zero_stages: of choices.
         constraints: what plans may do.
         schedules: that pipelines may run under.
+        forms: others, in which pipelines that are found may be tried (see `OTHER_FORMS`).
     """
 
     def __init__(
@@ -114,10 +115,11 @@ class Space:
         zero_stages: tuple[int, ...],
         constraints: BoundConstraints,
         schedules: tuple[str, ...] = ("1f1b",),
+        forms: tuple[str, ...] = (),
     ) -> None:
         self.situation, self.options = situation, options
         self.zero_stages, self.constraints = zero_stages, constraints
-        self.schedules = schedules
+        self.schedules, self.forms = schedules, forms
         allowed = constraints.constraints.recompute
         self.policies = tuple(p for p in options.recompute if allowed is None or p in allowed)
         if not self.policies:
@@ -426,6 +428,11 @@ class Space:
         if self.situation.cluster.num_devices <= SMALL_CLUSTER:
             self.pipelines_bound = self._least_pipeline()
 
+    @property
+    def bounds_all(self) -> bool:
+        """Whether all pipelines are bounded, wherever they are cut, but for sliced tokens."""
+        return self.pipelines_bound is not None
+
     def _admit(self, skeleton: Skeleton) -> None:
         """Let the bound of all pipelines hold for those on a skeleton, wherever it is cut.
 
@@ -450,10 +457,11 @@ class Space:
         if not 2 <= least <= most:
             return float("inf")
         fills = all(traits_of(name).fills for name in self.schedules)
-        return min(
-            self.work.seconds(parts, least, fills=fills)
-            for parts in c.microbatches or graph.microbatch_counts
-        )
+        counts = c.microbatches or graph.microbatch_counts
+        bounds = [self.work.seconds(parts, least, fills=fills) for parts in counts]
+        if MIRRORED in self.forms:
+            bounds += [self.work.mirrored_seconds(n, least) for n in counts if n % 2 == 0]
+        return min(bounds)
 
 
 def in_turn(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:

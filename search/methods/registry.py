@@ -26,6 +26,7 @@ from stratagem.searcher.stage_dp.candidates import candidates
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.plan.mirrored_stages import kept_statistics
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
@@ -138,8 +139,8 @@ def _dapple(situation: Situation) -> Iterator[Plan]:
 def _chimera(situation: Situation) -> Iterator[Plan]:
     """Chimera (Li and Hoefler 2021): two opposite pipelines of stages as equal as they can be,
     replicated as they are; all is recomputed where nothing fits without."""
-    if situation.graph.is_forward:
-        return  # Its two directions share one backward pass.
+    if situation.graph.is_forward or kept_statistics(situation.graph):
+        return  # Its two directions share one backward pass, and could not share statistics.
     plans = pipeline_plans(situation, "chimera", "Chimera")
     yield from (found.plan for found in simulate_family(situation, plans))
 

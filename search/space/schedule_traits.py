@@ -86,6 +86,11 @@ def searched_schedules() -> tuple[str, ...]:
     return tuple(name for name, record in SCHEDULES.items() if _traits(record) is not None)
 
 
+SLICED, MIRRORED = "terapipe", "chimera"
+"""Schedules under which no choices are searched, but plans that were found are tried: with their
+tokens sliced, and with two homes for each stage."""
+OTHER_FORMS = SLICED, MIRRORED
+
 FORWARD_SCHEDULE = "gpipe"
 """That of forward passes: all microbatches one after the other, and nothing to go back for."""
 
@@ -106,17 +111,42 @@ def schedules_of(
         default: the one that is taken then for training.
 
     Raises:
-        ValueError: a forward pass is to have a schedule that goes back before all is through.
+        ValueError: a forward pass is to have a schedule that goes back before all is through; only
+            `OTHER_FORMS` are asked for.
     """
     if not graph.is_forward:
-        return tuple(wanted or (default,))
-    other = [name for name in wanted or () if not traits_of(name).runs_ahead]
+        searched = [name for name in wanted or (default,) if name not in OTHER_FORMS]
+        if not searched:
+            raise ValueError(
+                f"schedule {', '.join(map(repr, wanted or ()))} is tried on plans that were found "
+                f"under another: name one of {', '.join(map(repr, searched_schedules()))} as well"
+            )
+        return tuple(searched)
+    other = [n for n in wanted or () if n in OTHER_FORMS or not traits_of(n).runs_ahead]
     if other:
         raise ValueError(
             f"{graph.name!r} is a forward pass, in which schedule {other[0]!r} would wait for "
             f"backward passes that are not there; choose {FORWARD_SCHEDULE!r}, or leave it out"
         )
     return tuple(wanted or (FORWARD_SCHEDULE,))
+
+
+def other_forms(graph: OperatorGraph, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of `OTHER_FORMS` in which plans that are found may be tried.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([8, 8], batch=4)
+        >>> other_forms(graph, None), other_forms(graph, ("1f1b", "chimera"))
+        (('terapipe', 'chimera'), ('chimera',))
+
+    Args:
+        graph: of a training step, or of a forward pass, which has none.
+        wanted: the schedules that are asked for; None where none is.
+    """
+    if graph.is_forward:
+        return ()
+    return tuple(name for name in OTHER_FORMS if wanted is None or name in wanted)
 
 
 def traits_of(schedule: str) -> Traits:

@@ -23,8 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Pin, Placement
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
+from stratagem.simulator.operators.kinds.kind_record import OperatorRole
+from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
 
 
@@ -73,3 +76,21 @@ def check_pins(where: str, configs: Mapping[str, Sequence[Placement]]) -> None:
                 f"{where} pins operator {operator!r} to a part of its mesh, but all devices of "
                 "both homes of its stage sum its gradients: replicate or shard it"
             )
+
+
+def kept_statistics(graph: OperatorGraph) -> str:
+    """What running statistics a model keeps, of which each home would see half; empty if none.
+
+    Such a plan can be simulated, but not run.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> kept_statistics(mlp([8, 8], batch=4))
+        ''
+    """
+    buffers = {each.name for each in graph.parameters if not each.trainable}
+    for operator in graph.operators:
+        kept = [weight.parameter for weight in operator.weights if weight.parameter in buffers]
+        if role_of(operator) is OperatorRole.BATCH_NORM and kept:
+            return f"operator {operator.name!r} keeps running statistics ({kept[0]!r})"
+    return ""

@@ -84,7 +84,7 @@ _HOMES = {
     "search_sizes": "stratagem.searcher.driver.cluster_sizes",
     "selective_scan": "stratagem.simulator.torch_ops.blocks.scans",
     "simulate": "stratagem.face.verbs",
-    "slice_tokens": "stratagem.searcher.driver.token_slicing",
+    "slice_tokens": "stratagem.searcher.improvement.token_slicing",
     "split_images": "stratagem.simulator.graph.image_splits",
     "Verdict": "stratagem.executor.results.verdict",
     "WhatIf": "stratagem.searcher.problem.what_if",

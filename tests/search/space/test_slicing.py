@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem.searcher.driver.token_slicing import best_lengths, slice_times, slice_tokens
+from stratagem.searcher.improvement.token_slicing import best_lengths, slice_times, slice_tokens
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph

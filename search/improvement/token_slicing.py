@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from stratagem.searcher.space.schedule_traits import SLICED
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import num_positions, token_dims
@@ -59,24 +60,45 @@ def slice_tokens(
     costs = costs_or_default(costs)
     graph = plan.rewrite(graph).graph
     total = num_positions(graph, token_dims(graph))
-    unit = _default_unit(total) if unit is None else unit
+    unit = default_unit(total) if unit is None else unit
     if unit < 1 or total % unit:
         raise ValueError(
             f"graph {graph.name!r} has {total} positions, which are no multiple of unit {unit}: "
             f"choose a divisor of {total}"
         )
-    whole = replace(plan, schedule="terapipe", token_slices=1, orders=(), prediction=None)
+    whole = replace(plan, schedule=SLICED, token_slices=1, orders=(), prediction=None)
     memory = RowMemory()
-    times = slice_times(whole, graph, costs, total, unit, memory)
-    best = best_lengths(times, len(plan.stages), plan.num_microbatches)
     equal = [size for size in range(unit, total + 1, unit) if total % size == 0]
-    tried = [tuple(unit * length for length in best)]
+    tried = [estimated_lengths(whole, graph, costs, total, unit, memory)]
     tried += [(size,) * (total // size) for size in equal]
     found = [
         simulate_plan(replace(whole, token_slices=lengths), graph, costs, memory=memory)
         for lengths in dict.fromkeys(tried)
     ]
     return min(found, key=_rank).plan
+
+
+def estimated_lengths(
+    plan: Plan,
+    graph: OperatorGraph,
+    costs: CostModel,
+    total: int,
+    unit: int,
+    memory: RowMemory | None = None,
+) -> tuple[int, ...]:
+    """The lengths, multiples of a unit, with which a plan is fastest by the estimate above.
+
+    Args:
+        plan: under `SLICED`, its tokens whole.
+        graph: the model at its whole batch.
+        costs: prices of operators.
+        total: positions of the model.
+        unit: a divisor of these.
+        memory: what was priced before, with the same costs.
+    """
+    times = slice_times(plan, graph, costs, total, unit, memory)
+    best = best_lengths(times, len(plan.stages), plan.num_microbatches)
+    return tuple(unit * length for length in best)
 
 
 def slice_times(
@@ -163,7 +185,7 @@ def _slowest(model: PlanModel, number: int) -> float:
     return float(max(stages.max(), pairs.max(initial=0)))
 
 
-def _default_unit(total: int) -> int:
+def default_unit(total: int) -> int:
     """The least divisor of `total` that gives at most `MOST_UNITS` units."""
     return next(n for n in range(1, total + 1) if total % n == 0 and total // n <= MOST_UNITS)
 
