@@ -16,7 +16,7 @@ from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.schedule_traits import MIRRORED, SLICED, other_forms
+from stratagem.searcher.space.schedule_traits import MIRRORED, OTHER_FORMS, SLICED
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.token_slices import num_slices
@@ -32,14 +32,36 @@ WORDS = {SLICED: "sliced tokens", MIRRORED: "two directions"}
 """What plans have that are tried beside others, by their schedule."""
 
 
-def possible_forms(situation: Situation, wishes: Constraints) -> tuple[str, ...]:
-    """The other forms that pipelines of a search may have.
+def asked_and_others(
+    situation: Situation, wishes: Constraints, start: Plan | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The other forms that a search is asked to try, and those that it could be asked for.
 
     Args:
         situation: of the search.
         wishes: its constraints, with the schedules that are asked for.
+        start: the plan it goes on from, whose form it tries where no schedule is asked for.
     """
+    possible = _possible_forms(situation, wishes)
+    if wishes.schedules is None:
+        asked = tuple(n for n in possible if start is not None and n == start.schedule)
+        return asked, tuple(n for n in possible if n not in asked)
+    return tuple(name for name in possible if name in wishes.schedules), ()
+
+
+def not_tried(forms: tuple[str, ...]) -> dict[str, str]:
+    """What a search says of forms that it was not asked for."""
+    return {
+        f"pipelines with {WORDS[name]}": f"not tried: name {name!r} beside the other schedules"
+        for name in forms
+    }
+
+
+def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[str, ...]:
+    """Those that some pipeline of a search could have."""
     graph = situation.graph
+    if graph.is_forward:
+        return ()
     layers = sum(not operator.is_source for operator in graph.operators)
     most = min(
         situation.cluster.num_devices, layers, wishes.pipeline or wishes.max_pipeline or layers
@@ -51,7 +73,7 @@ def possible_forms(situation: Situation, wishes: Constraints) -> tuple[str, ...]
         SLICED: bool(slicing_refused(graph)),
         MIRRORED: bool(kept_statistics(graph)) or all(count % 2 for count in counts),
     }
-    return tuple(name for name in other_forms(graph, wishes.schedules) if not refused[name])
+    return tuple(name for name in OTHER_FORMS if not refused[name])
 
 
 def without_their_share(budget: Budget, forms: tuple[str, ...]) -> Budget:

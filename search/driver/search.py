@@ -11,7 +11,8 @@ from pathlib import Path
 
 from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.other_forms import (
-    possible_forms,
+    asked_and_others,
+    not_tried,
     try_other_forms,
     without_their_share,
 )
@@ -111,8 +112,8 @@ def search(
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
             1F1B is searched, and baselines may have others. A forward pass has ``"gpipe"`` only.
-            The best pipelines are tried with sliced tokens and in two directions, too, unless
-            schedules are listed without ``"terapipe"`` and ``"chimera"``.
+            With ``"terapipe"`` or ``"chimera"`` beside these, the best pipelines are tried with
+            sliced tokens, or in two directions.
         zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
             out.
         num_skeletons: how many skeletons are searched, one or more; of small models others that
@@ -318,7 +319,7 @@ def _search_graph(
     """`search` on one graph."""
     graph, cluster = situation.graph, situation.cluster
     schedules = schedules_of(graph, wishes.schedules)
-    forms = possible_forms(situation, wishes)
+    forms, unasked = asked_and_others(situation, wishes, start)
     zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)
@@ -370,7 +371,7 @@ def _search_graph(
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
-        notes={**run.notes, **_batch_note(graph)},
+        notes={**run.notes, **not_tried(unasked), **_batch_note(graph)},
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,

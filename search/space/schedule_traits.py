@@ -131,24 +131,6 @@ def schedules_of(
     return tuple(wanted or (FORWARD_SCHEDULE,))
 
 
-def other_forms(graph: OperatorGraph, wanted: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of `OTHER_FORMS` in which plans that are found may be tried.
-
-    Example:
-        >>> from stratagem.simulator.graph.models import mlp
-        >>> graph = mlp([8, 8], batch=4)
-        >>> other_forms(graph, None), other_forms(graph, ("1f1b", "chimera"))
-        (('terapipe', 'chimera'), ('chimera',))
-
-    Args:
-        graph: of a training step, or of a forward pass, which has none.
-        wanted: the schedules that are asked for; None where none is.
-    """
-    if graph.is_forward:
-        return ()
-    return tuple(name for name in OTHER_FORMS if wanted is None or name in wanted)
-
-
 def traits_of(schedule: str) -> Traits:
     """What the schedule of a name does.
 

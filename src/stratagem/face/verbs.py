@@ -91,9 +91,8 @@ def search(
         seed: of every random number; equal arguments give equal plans.
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
-            1F1B is searched, and baselines may have others. The best pipelines are tried with
-            sliced tokens and in two directions, too, unless schedules are listed without
-            ``"terapipe"`` and ``"chimera"``.
+            1F1B is searched, and baselines may have others. With ``"terapipe"`` or ``"chimera"``
+            beside these the best pipelines are tried with sliced tokens, or in two directions.
         zero_stages: that an operator's parameters may have: the same as
             `Constraints.zero_stages`; all when left out.
         num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.

@@ -1,4 +1,4 @@
-"""Searches try the pipelines that they find with sliced tokens, and in two directions."""
+"""Searches try the pipelines that they find with sliced tokens, in two directions, if asked."""
 
 from __future__ import annotations
 
@@ -56,8 +56,13 @@ def beside() -> Cluster:
     return Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 
 
+ALL = ("1f1b", SLICED, MIRRORED)
+
+
 def found(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchResult:
+    """A short search, which tries both forms unless it is told."""
     arguments = {
+        "schedule": ALL,
         "training": HALF,
         "budget": Budget(evaluations=200),
         "num_skeletons": 1,
@@ -108,12 +113,12 @@ def test_a_search_finds_slices_where_microbatches_are_few_and_links_slow() -> No
     [
         {"schedule": "1f1b"},
         {"schedule": ("1f1b", MIRRORED)},
-        {"constraints": Constraints(schedules=("gpipe",))},
+        {"schedule": None, "constraints": Constraints(schedules=("gpipe",))},
         {"constraints": Constraints(pipeline=1)},
     ],
     ids=["one", "two", "constraints", "no pipeline"],
 )
-def test_who_lists_schedules_gets_no_others(changed: dict[str, object]) -> None:
+def test_who_asks_for_no_slices_gets_none(changed: dict[str, object]) -> None:
     result = found(text(), far_apart(), **changed)
     assert result.plan.token_slices == 1
     assert SLICED not in result.unbounded
@@ -122,11 +127,17 @@ def test_who_lists_schedules_gets_no_others(changed: dict[str, object]) -> None:
     assert all(point.plan.schedule != SLICED for point in result.front)
 
 
-def test_slices_that_are_asked_for_are_found_too() -> None:
-    result = found(text(), far_apart(), schedule=("1f1b", SLICED))
-    assert result.plan.schedule == SLICED
-    assert result.unbounded == (SLICED,)
-    assert "pipelines with two directions" not in result.notes
+def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
+    result = found(text(), far_apart(), schedule=None, budget=Budget(evaluations=0))
+    assert result.plan.schedule == "1f1b"
+    assert result.unbounded == ()
+    assert result.gap is not None
+    for name, words in ((SLICED, "sliced tokens"), (MIRRORED, "two directions")):
+        told = result.notes[f"pipelines with {words}"]
+        assert told == f"not tried: name {name!r} beside the other schedules"
+    asked = found(text(), far_apart(), schedule=("1f1b", SLICED), budget=Budget(evaluations=0))
+    assert asked.unbounded == (SLICED,)
+    assert "pipelines with two directions" not in asked.notes
 
 
 def test_no_certificate_claims_anything_of_slices() -> None:
@@ -150,12 +161,12 @@ def test_a_search_goes_on_from_slices_and_is_as_good() -> None:
     setup = TrainingSetup(microbatch=1, pipeline=4, schedule="gpipe", training=HALF)
     start = replace(setup.plan(text(), far_apart()), schedule=SLICED, token_slices=2)
     before = simulate_plan(start, text(), default_costs()).step_time
-    result = found(text(), far_apart(), start=start)
-    assert result.simulation.step_time <= before
+    # Nothing is searched, as there are no evaluations: other numbers of slices are tried, as the
+    # plan to start from has some.
+    result = found(text(), far_apart(), start=start, schedule=None, budget=Budget(evaluations=0))
+    assert result.simulation.step_time < before
     assert result.plan.schedule == SLICED
-    # Nothing is searched, as there are no evaluations: other numbers of slices are tried.
-    quick = found(text(), far_apart(), start=start, budget=Budget(evaluations=0))
-    assert quick.simulation.step_time < before
+    assert result.unbounded == (SLICED,)
 
 
 def test_what_shards_positions_is_sliced_without_that() -> None:
@@ -287,7 +298,7 @@ def test_a_forward_pass_has_no_other_forms() -> None:
     graph = b.build_forward({"logits": logits})
     with pytest.raises(ValueError, match="in which schedule 'chimera' would wait for"):
         found(graph, beside(), schedule=("gpipe", MIRRORED))
-    result = found(graph, beside())
+    result = found(graph, beside(), schedule=None)
     assert result.unbounded == ()
 
 
