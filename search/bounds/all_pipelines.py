@@ -92,6 +92,19 @@ class PipelineWork:
         work = self._work(parts, devices - num_ranks + 1)
         return max(parts * work / devices, self._path(parts))
 
+    def placed_seconds(self, num_microbatches: int) -> float:
+        """The same of plans of one stage, operators of which may be on parts of its mesh.
+
+        Devices work on a microbatch for W seconds together, whichever do; and microbatches go
+        through all operators on a path and back one after the other: z ≥ M · the longest path.
+        Inside of pipelines, too, operators may be on parts: nothing above says that they are not.
+
+        Args:
+            num_microbatches: of the batch.
+        """
+        parts, devices = num_microbatches, self._models.situation.cluster.num_devices
+        return max(parts * self._work(parts, devices) / devices, parts * self._path(parts))
+
     def seconds_on(self, skeleton: Skeleton) -> float:
         """The same for the plans of one skeleton: no quick bound is quicker, and most are above.
 
@@ -125,7 +138,13 @@ class PipelineWork:
         return 2 if leading.issuperset(working) else 1
 
     def _path(self, parts: int) -> float:
-        """Seconds of a microbatch on the longest path of operators, there and back."""
+        """Seconds of a microbatch on the longest path of operators, there and back.
+
+        With operators on parts of a mesh, what makes the gradient of an input need not wait for
+        that of parameters where it is made apart: then nothing is known.
+        """
+        if self._options.place and self._options.inputs_first:
+            return 0.0
         if ("path", parts) not in self._known:
             model, most = self._models[parts], self._models.situation.cluster.num_devices
             again = self._again(model)

@@ -24,7 +24,7 @@ from stratagem.searcher.driver.saved_result import (
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.improvement.simpler_plans import TELLS_APART, variety
-from stratagem.searcher.space.schedule_traits import MIRRORED, SLICED
+from stratagem.searcher.space.schedule_traits import MIRRORED, PLACED, SLICED
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -50,6 +50,7 @@ FITTING = ("yes", "without headroom", "no")
 UNBOUNDED = {
     SLICED: ("slices no tokens", "slices them"),
     MIRRORED: ("has one home for each stage", "has two"),
+    PLACED: ("has every operator on its whole mesh", "has some on parts of it"),
 }
 """What plans do that bounds are about, and what one does that they are not about, by schedule."""
 
@@ -330,7 +331,7 @@ class SearchResult(SavedValue):
         if self._is_beside:
             return (
                 f"no plan {everything} takes less than {format_duration(self.bound)}; this one "
-                f"{UNBOUNDED[self.plan.schedule][1]}, and no bound is about others that do"
+                f"{UNBOUNDED[self._form][1]}, and no bound is about others that do"
             )
         if (self.gap or 0.0) < PROVED_GAP:
             return f"proved: no plan {everything} takes less than {format_duration(step)}"
@@ -342,7 +343,12 @@ class SearchResult(SavedValue):
     @property
     def _is_beside(self) -> bool:
         """Whether no bound is about plans like this one."""
-        return self.plan.schedule in self.unbounded
+        return self._form in self.unbounded
+
+    @property
+    def _form(self) -> str:
+        """What bounds may not be about: operators on parts of meshes, or else the schedule."""
+        return PLACED if self.plan.has_pins else self.plan.schedule
 
     @property
     def _num_listed(self) -> str:

@@ -319,7 +319,7 @@ def _search_graph(
     """`search` on one graph."""
     graph, cluster = situation.graph, situation.cluster
     schedules = schedules_of(graph, wishes.schedules)
-    forms, unasked = asked_and_others(situation, wishes, start)
+    forms, unasked = asked_and_others(situation, options, wishes, start)
     zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
-from stratagem.searcher.space.schedule_traits import MIRRORED, traits_of
+from stratagem.searcher.space.schedule_traits import MIRRORED, PLACED, traits_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
     SMALL_CLUSTER,
@@ -416,7 +417,26 @@ class Space:
 
     def _least_listed(self, best: float) -> float:
         open_ones = (e.bound for e in self.entries if e.fate is not Fate.FORBIDDEN)
-        return min(best, self.unlisted_bound, *open_ones)
+        return min(best, self.unlisted_bound, self._placed_bound, *open_ones)
+
+    @property
+    def _placed_bound(self) -> float:
+        """What no plan is under whose operators may be on parts of a mesh, if any may be.
+
+        Bounds of skeletons are not about those.
+        """
+        pipelines = self.pipelines_bound
+        if PLACED not in self.forms or pipelines is None:
+            return math.inf
+        return min(pipelines, self._placed_in_one_stage)
+
+    @cached_property
+    def _placed_in_one_stage(self) -> float:
+        c = self.constraints.constraints
+        if c.pipeline is not None and c.pipeline > 1:
+            return math.inf
+        counts = c.microbatches or self.situation.graph.microbatch_counts
+        return min(self.work.placed_seconds(parts) for parts in counts)
 
     def bound_pipelines(self) -> None:
         """Find what no pipeline is under that the constraints allow, wherever it is cut.

@@ -90,6 +90,8 @@ SLICED, MIRRORED = "terapipe", "chimera"
 """Schedules under which no choices are searched, but plans that were found are tried: with their
 tokens sliced, and with two homes for each stage."""
 OTHER_FORMS = SLICED, MIRRORED
+PLACED = "placed"
+"""No schedule, but as these: operators of plans that were found are tried on parts of meshes."""
 
 FORWARD_SCHEDULE = "gpipe"
 """That of forward passes: all microbatches one after the other, and nothing to go back for."""

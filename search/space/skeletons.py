@@ -99,6 +99,8 @@ class Options:
             `Plan`).
         regather: whether layers may keep a shard of their gathered inputs only and gather again
             in backward (see `Choice`). It is not tried where every plan fits anyway.
+        place: whether operators of the best plans are tried on parts of their meshes, where those
+            on other parts run at the same time (see `Pin`).
         stream: whether pieces may be streamed too (see `Choice`), for programs whose collectives
             wait for parts of a product. Not for the executor: it has none, and runs separate
             ones, which take longer than predicted.
@@ -115,6 +117,7 @@ class Options:
     inputs_first: bool = False
     regather: bool = False
     stream: bool = False
+    place: bool = False
 
     def __post_init__(self) -> None:
         for policy in self.recompute:

@@ -79,6 +79,10 @@ def search(
             "executor does not have",
         ),
     ] = False,
+    on_parts: Annotated[
+        bool,
+        typer.Option("--place", help="try operators on parts of the meshes of the best plans"),
+    ] = False,
     fuse: Annotated[
         bool, typer.Option("--fuse", help="let elementwise work run inside collectives")
     ] = False,
@@ -174,6 +178,7 @@ def search(
         chunks=tuple(sorted({1, *(chunks or ())})),
         fuse=fuse,
         stream=stream,
+        place=on_parts,
         bucket_bytes=round(bucket_mib * 2**20),
     )
     constraints = Constraints(
