@@ -10,11 +10,12 @@ long after where links are late:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.engine.event_engine import Times
 from stratagem.simulator.schedules.actions import fullest, situations_of
 from stratagem.simulator.schedules.work_kinds import FORWARD
@@ -44,7 +45,22 @@ def rank_memory(model: PlanModel, macro: Times) -> tuple[DeviceMemory, ...]:
 
 
 def _peak(model: PlanModel, macro: Times, rank: int) -> DeviceMemory:
-    schedule, tensors = model.macro.schedule, _tensors(model, rank)
+    """That of the device that needs most, where pins tell devices of a rank apart."""
+    return max(_peaks(model, macro, rank), key=lambda each: each[0].peak)[0]
+
+
+def _peaks(
+    model: PlanModel, macro: Times, rank: int
+) -> Iterator[tuple[DeviceMemory, Mapping[int, StageTensors]]]:
+    """The peak of each of its devices, those together that have the same, and what they hold."""
+    for tensors in _on_devices(model, _tensors(model, rank)):
+        yield _peak_of(model, macro, rank, tensors), tensors
+
+
+def _peak_of(
+    model: PlanModel, macro: Times, rank: int, tensors: Mapping[int, StageTensors]
+) -> DeviceMemory:
+    schedule = model.macro.schedule
     found = schedule.situations[rank]
     if model.slices:
         found = fullest(sliced_situations(model, rank))
@@ -72,6 +88,37 @@ def _tensors(model: PlanModel, rank: int) -> Mapping[int, StageTensors]:
     return {stage: model.stages[stage].tensors for stage in stages}
 
 
+def _on_devices(
+    model: PlanModel, tensors: Mapping[int, StageTensors]
+) -> list[Mapping[int, StageTensors]]:
+    """What lies on devices of a rank, for each way in which pins tell them apart."""
+    if model.slices or not any(model.stages[stage].split for stage in tensors):
+        return [tensors]
+    cells = [model.stages[stage].cells.of_devices for stage in tensors]
+    return [
+        {
+            stage: replace(
+                own, nbytes=np.where(_lies_on(model.stages[stage], cell), own.nbytes, 0)
+            )
+            for (stage, own), cell in zip(tensors.items(), where, strict=True)
+        }
+        for where in dict.fromkeys(zip(*(each.tolist() for each in cells), strict=True))
+    ]
+
+
+def _lies_on(stage: StageModel, cell: int) -> Flags:
+    """Which tensors of a stage are on a cell of its devices: where one of its two operators is.
+
+    A result that one reader needs lies where it is made, or where it is read.
+    """
+    life, row = stage.tensors.lifetimes, stage.table.row
+    here = {
+        i: bool(stage.cells.holding(row(i).choices[0].config)[cell]) for i in stage.table.operators
+    }
+    both = zip(life.first.tolist(), life.second.tolist(), strict=True)
+    return np.array([here.get(a, False) or here.get(b, False) for a, b in both], np.bool_)
+
+
 def _capacity(model: PlanModel, rank: int) -> int:
     stage = model.macro.schedule.orders[rank][0].stage * len(model.parts)
     return model.stages[stage].table.mesh.memory_bytes(model.plan.cluster)
@@ -85,8 +132,8 @@ def _sums_apart(model: PlanModel, tensors: Iterable[StageTensors]) -> bool:
 
 
 def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
-    """The memory of one device of a rank over a step."""
-    tensors = _tensors(model, rank)
+    """The memory of one device of a rank over a step: of the one that needs most."""
+    _, tensors = max(_peaks(model, macro, rank), key=lambda each: each[0].peak)
     runs = _runs(model, macro, rank, tensors)
     if model.slices:
         runs = with_waiting(model, rank, runs)

@@ -107,6 +107,20 @@ class Cells:
         """All cells."""
         return np.ones(self.count, dtype=np.bool_)
 
+    @cached_property
+    def of_devices(self) -> Ints:
+        """The cell of each device of the mesh, in their order.
+
+        Example:
+            >>> Cells((2, 3), (1,)).of_devices.tolist()
+            [0, 1, 2, 0, 1, 2]
+        """
+        if not self.split:
+            return np.zeros(int(np.prod(self.shape)), dtype=np.int64)
+        where = np.indices(self.shape)[list(self.split)]
+        found: Ints = np.ravel_multi_index(tuple(where), self.ways).ravel().astype(np.int64)
+        return found
+
     def index(self, axis: int) -> Ints:
         """The coordinate of each cell along a split axis."""
         coordinates: Ints = np.indices(self.ways)[self.split.index(axis)].ravel()

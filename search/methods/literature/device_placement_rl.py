@@ -73,8 +73,7 @@ def reinforce(
     where theirs took seconds to minutes. Placements that differ in which device is which inside
     the only node are one, and each is simulated once.
 
-    Memory is counted device by device, by what is pinned there; `simulate_plan` counts a pinned
-    plan as if one device held everything, so it may call a plan too large that `fits`.
+    Memory is counted device by device, by what is pinned there, as `simulate_plan` does.
 
     Example:
         >>> from stratagem.simulator.hardware.cluster import Cluster
@@ -274,7 +273,9 @@ class Placements:
         (life,) = self._priced.lifetimes
         nbytes = life.bytes_under(number)
         for device, capacity in enumerate(self._capacities):
-            here = np.where(number[life.owner] == device, nbytes, 0)
+            # A result that one reader needs lies where it is made, or where it is read.
+            is_here = (number == device) | self._is_source
+            here = np.where(is_here[life.first] | is_here[life.second], nbytes, 0)
             tensors = StageTensors(0, life, here, self._situation.graph.names)
             if tensors.state + max(tensors.peak(0), tensors.peak(1)) > capacity:
                 return False

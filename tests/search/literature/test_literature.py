@@ -281,13 +281,13 @@ def test_one_step_of_the_policy_follows_the_gradient() -> None:
 
 
 def test_memory_is_counted_device_by_device() -> None:
-    """Two thirds of a model fit on a device; `simulate_plan` counts all of it there."""
+    """What one placement needs on its fullest device, others need two thirds of."""
     graph = mlp([2000] * 9, batch=16)
     need = situation(graph).simulate(reinforce(situation(graph), num_samples=1).plan).peak_memory
     short = situation(graph, with_memory(CLUSTER, 0.67 * need))
     found = reinforce(short, num_samples=60)
     assert found.fits
-    assert not short.simulate(found.plan).fits
+    assert short.simulate(found.plan).fits
     none = situation(graph, with_memory(CLUSTER, 0.1 * need))
     assert not reinforce(none, num_samples=60).fits
 
