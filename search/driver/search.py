@@ -145,7 +145,8 @@ def search(
         ValueError: the constraints leave no plan, an argument and a constraint leave nothing that
             both allow, the checkpoint is another search's, or `start` is a plan for another model,
             cluster or training.
-        KeyboardInterrupt: it was interrupted before it knew any plan.
+        KeyboardInterrupt: it was interrupted before it knew any plan, and again before the first
+            known strategy was simulated; or the constraints allow none of these.
     """
     _check_counts(num_skeletons, num_bounded, zero_stages)
     if prefer not in PREFERENCES:
@@ -351,6 +352,8 @@ def _search_graph(
         reason = try_other_forms(run, forms, reason, budget)
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
+    if run.incumbent.best is None and reason is StopReason.INTERRUPTED:
+        run.known_strategies.first(schedules[0], baselines)
     best = run.incumbent.best
     if best is None and reason is StopReason.INTERRUPTED:
         raise KeyboardInterrupt

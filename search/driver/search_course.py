@@ -107,12 +107,12 @@ class SearchCourse:
             space.quick,
         )
         self._fewer = FewerDevices(space, lambda: self.incumbent.time)
-        self._known_strategies = KnownStrategies(space, self.incumbent, self._sharpener)
+        self.known_strategies = KnownStrategies(space, self.incumbent, self._sharpener)
 
     @property
     def baselines(self) -> dict[str, Simulation]:
         """Known strategies by name, as they were simulated."""
-        return self._known_strategies.baselines
+        return self.known_strategies.baselines
 
     # -- the course ----------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class SearchCourse:
         """Let the time of the budget end what follows, once there is a plan to hand back."""
         if self.budget.seconds is None:
             return
-        if self._known_strategies.first(schedule, methods):
+        if self.known_strategies.first(schedule, methods):
             clock = self.space.situation.clock
             clock.until, clock.brief = self._shares.until(ASKED), self._shares.until(PLANNED)
 
@@ -161,7 +161,7 @@ class SearchCourse:
         # What may end the search before stages are planned is known first.
         ahead: Sequence[Candidate] | None = [] if self.budget.gap else None
         self.report("simulating baselines", 0.0)
-        with self._known_strategies.simulated(schedules[0], baselines, self._workers):
+        with self.known_strategies.simulated(schedules[0], baselines, self._workers):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
             looks = self._looks(groups)
@@ -177,7 +177,7 @@ class SearchCourse:
         if ahead is not None:
             self._list_idle()
             if self._is_near_enough():
-                known = begun_by(own, self._known_strategies.entries(NEARLY))
+                known = begun_by(own, self.known_strategies.entries(NEARLY))
                 return self._search_all(known[:num_skeletons]) or StopReason.NEAR
             stages, early = self._plan_stages(num_skeletons), None
         planned = space.take_all(space.simulated(stages, offer) if early is None else early)

@@ -338,14 +338,29 @@ def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> N
         if len(begun) > graphs_done and progress.phase.startswith(phase):
             raise KeyboardInterrupt
 
-    if (graphs_done, phase) == (0, "simulating baselines"):
-        with pytest.raises(KeyboardInterrupt):
-            rewritten(progress=interrupt)
-    else:
-        result = rewritten(progress=interrupt)
-        assert result.stop_reason is StopReason.INTERRUPTED
-        assert result.bound is None
+    result = rewritten(progress=interrupt)
+    assert result.stop_reason is StopReason.INTERRUPTED
+    assert result.bound is None
     assert len(begun) == graphs_done + 1
+
+
+def test_ctrl_c_before_any_plan_gives_a_known_strategy() -> None:
+    """It raised, and whoever had waited for baselines of a large model had nothing."""
+
+    def interrupt(progress: SearchProgress) -> None:
+        raise KeyboardInterrupt
+
+    graph = tiny_gpt()
+    result = quick(graph, progress=interrupt)
+    assert result.stop_reason is StopReason.INTERRUPTED
+    assert result.simulation.fits
+    assert len(result.baselines) == 1
+    wanted = Constraints(recompute=("full",), zero_stages=(3,), microbatches=(2,))
+    try:
+        only = quick(graph, progress=interrupt, constraints=wanted)
+    except KeyboardInterrupt:
+        return
+    assert wanted.bind(graph).violations(only.simulation) == []
 
 
 def test_graphs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
