@@ -21,7 +21,7 @@ from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.schedule_traits import MIRRORED, OTHER_FORMS, PLACED, SLICED
+from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.units import format_duration
@@ -38,16 +38,16 @@ MOST_FORMED, FORMED_OPERATORS = 48, 6_000
 MOST_PLACED, PLACED_OPERATORS = 1_000, 24_000
 """Simulations of plans with operators on parts of meshes: so many, or fewer of a larger model."""
 WORDS = {
-    SLICED: "pipelines with sliced tokens",
-    MIRRORED: "pipelines with two directions",
-    PLACED: "operators on parts of meshes",
+    Form.SLICED: "pipelines with sliced tokens",
+    Form.MIRRORED: "pipelines with two directions",
+    Form.PLACED: "operators on parts of meshes",
 }
 """What is tried beside other plans, by form."""
 
 
 def asked_and_others(
     situation: Situation, options: Options, wishes: Constraints, start: Plan | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
     """The other forms that a search is asked to try, and those that it could be asked for.
 
     Args:
@@ -56,31 +56,32 @@ def asked_and_others(
         wishes: its constraints, with the schedules that are asked for.
         start: the plan it goes on from, whose form it tries, too, where no schedule is asked for.
     """
-    asked: list[str] = []
-    others: list[str] = []
-    for name in _possible_forms(situation, wishes):
-        if name in (wishes.schedules or ()) or (
-            wishes.schedules is None and start is not None and name == start.schedule
-        ):
-            asked.append(name)
-        elif wishes.schedules is None:
-            others.append(name)
+    own = () if start is None else (start.schedule,)
+    wanted = {form_of(name) for name in (own if wishes.schedules is None else wishes.schedules)}
+    possible = _possible_forms(situation, wishes)
+    asked = [form for form in possible if form in wanted]
+    others = [form for form in possible if form not in wanted and wishes.schedules is None]
     if situation.cluster.num_devices > 1:
         if options.place or (start is not None and start.has_pins):
-            asked.append(PLACED)
+            asked.append(Form.PLACED)
         elif parallel_branches(situation.graph):
-            others.append(PLACED)
+            others.append(Form.PLACED)
     return tuple(asked), tuple(others)
 
 
-def not_tried(forms: tuple[str, ...]) -> dict[str, str]:
+def not_tried(forms: tuple[Form, ...]) -> dict[str, str]:
     """What a search says of forms that it was not asked for."""
-    asking = {name: f"name {name!r} beside the other schedules" for name in OTHER_FORMS}
-    asking[PLACED] = "give Options(place=True), or --place"
-    return {WORDS[name]: f"not tried: {asking[name]}" for name in forms}
+    told = {}
+    for form in forms:
+        names = " or ".join(map(repr, schedules_in(form)))
+        asking = f"name {names} beside the other schedules"
+        told[WORDS[form]] = (
+            f"not tried: {asking if names else 'give Options(place=True), or --place'}"
+        )
+    return told
 
 
-def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[str, ...]:
+def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[Form, ...]:
     """Those that some pipeline of a search could have."""
     graph = situation.graph
     if graph.is_forward:
@@ -93,13 +94,13 @@ def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[str, ...
         return ()
     counts = wishes.microbatches or graph.microbatch_counts
     refused = {
-        SLICED: bool(slicing_refused(graph)),
-        MIRRORED: bool(kept_statistics(graph)) or all(count % 2 for count in counts),
+        Form.SLICED: bool(slicing_refused(graph)),
+        Form.MIRRORED: bool(kept_statistics(graph)) or all(count % 2 for count in counts),
     }
-    return tuple(name for name in OTHER_FORMS if not refused[name])
+    return tuple(form for form, is_so in refused.items() if not is_so)
 
 
-def without_their_share(budget: Budget, forms: tuple[str, ...]) -> Budget:
+def without_their_share(budget: Budget, forms: tuple[Form, ...]) -> Budget:
     """The budget of all that comes before other forms are tried, if any are."""
     if budget.seconds is None or not forms:
         return budget
@@ -107,7 +108,7 @@ def without_their_share(budget: Budget, forms: tuple[str, ...]) -> Budget:
 
 
 def try_other_forms(
-    run: SearchCourse, forms: tuple[str, ...], reason: StopReason, budget: Budget
+    run: SearchCourse, forms: tuple[Form, ...], reason: StopReason, budget: Budget
 ) -> StopReason:
     """Try the best pipelines of a search in other forms, and note what came of it.
 
@@ -124,7 +125,7 @@ def try_other_forms(
     """
     best, space = run.incumbent.best, run.space
     is_proved = reason in (StopReason.PROVED, StopReason.NEAR) and space.bounds_all
-    forms = tuple(name for name in forms if name == SLICED or not is_proved)
+    forms = tuple(name for name in forms if name is Form.SLICED or not is_proved)
     if best is None or not best.fits or not forms:
         return reason
     run.report("trying other forms of plans", 0.97)
@@ -145,7 +146,7 @@ def try_other_forms(
         space.situation,
         run.incumbent.offer,
         within,
-        affordable(MOST_PLACED, PLACED_OPERATORS, space.num_operators) * (PLACED in forms),
+        affordable(MOST_PLACED, PLACED_OPERATORS, space.num_operators) * (Form.PLACED in forms),
         run.seed,
     )
     known = [entry.simulation for entry in space.entries if entry.simulation is not None]
@@ -159,7 +160,7 @@ def try_other_forms(
         reason = StopReason.SECONDS
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
-    made = {**tried.tried, **({PLACED: placing.tried} if placing.tried else {})}
+    made = {**tried.tried, **({Form.PLACED: placing.tried} if placing.tried else {})}
     for name, found in made.items():
         first = min(found, key=lambda each: rank(within(each)))
         is_best = first.step_time == run.incumbent.time

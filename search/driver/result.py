@@ -24,7 +24,7 @@ from stratagem.searcher.driver.saved_result import (
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.improvement.simpler_plans import TELLS_APART, variety
-from stratagem.searcher.space.schedule_traits import MIRRORED, PLACED, SLICED
+from stratagem.searcher.space.schedule_traits import Form
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -32,6 +32,7 @@ from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.drawing.convergence_curve import convergence_curve
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.token_slices import num_slices
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
 from stratagem.simulator.hardware.headroom import NO_HEADROOM, Headroom
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
@@ -48,9 +49,9 @@ FITTING = ("yes", "without headroom", "no")
 """What tables say of plans: they fit, or would if nothing had to stay free, or do not."""
 
 UNBOUNDED = {
-    SLICED: ("slices no tokens", "slices them"),
-    MIRRORED: ("has one home for each stage", "has two"),
-    PLACED: ("has every operator on its whole mesh", "has some on parts of it"),
+    Form.SLICED: ("slices no tokens", "slices them"),
+    Form.MIRRORED: ("has one home for each stage", "has two"),
+    Form.PLACED: ("has every operator on its whole mesh", "has some on parts of it"),
 }
 """What plans do that bounds are about, and what one does that they are not about, by schedule."""
 
@@ -205,7 +206,7 @@ class SearchResult(SavedValue):
     seconds: float
     fastest: Simulation | None = None
     headroom: Headroom = NO_HEADROOM
-    unbounded: tuple[str, ...] = ()
+    unbounded: tuple[Form, ...] = ()
 
     def to_json(self) -> str:
         """The text of the file of a search: all of the above, baselines in brief."""
@@ -329,9 +330,10 @@ class SearchResult(SavedValue):
         if told:
             everything += f" that {' and '.join(told)}"
         if self._is_beside:
+            own = [UNBOUNDED[form][1] for form in self._forms if form in self.unbounded]
             return (
                 f"no plan {everything} takes less than {format_duration(self.bound)}; this one "
-                f"{UNBOUNDED[self._form][1]}, and no bound is about others that do"
+                f"{' and '.join(own)}, and no bound is about others that do"
             )
         if (self.gap or 0.0) < PROVED_GAP:
             return f"proved: no plan {everything} takes less than {format_duration(step)}"
@@ -343,12 +345,17 @@ class SearchResult(SavedValue):
     @property
     def _is_beside(self) -> bool:
         """Whether no bound is about plans like this one."""
-        return self._form in self.unbounded
+        return any(form in self.unbounded for form in self._forms)
 
     @property
-    def _form(self) -> str:
-        """What bounds may not be about: operators on parts of meshes, or else the schedule."""
-        return PLACED if self.plan.has_pins else self.plan.schedule
+    def _forms(self) -> list[Form]:
+        """What bounds may not be about."""
+        has = {
+            Form.SLICED: num_slices(self.plan.token_slices) > 1,
+            Form.MIRRORED: self.plan.is_mirrored,
+            Form.PLACED: self.plan.has_pins,
+        }
+        return [form for form, is_so in has.items() if is_so]
 
     @property
     def _num_listed(self) -> str:
@@ -511,7 +518,7 @@ class _KeptResult:
     seconds: float
     fastest: KeptSimulation | None = None
     headroom: Headroom = NO_HEADROOM
-    unbounded: tuple[str, ...] = ()
+    unbounded: tuple[Form, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from stratagem.searcher.processes.garbage_collection import seldom_collected
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
-from stratagem.searcher.space.schedule_traits import SLICED, schedules_of
+from stratagem.searcher.space.schedule_traits import Form, schedules_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
 from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
@@ -370,7 +370,7 @@ def _search_graph(
         bound=_at_most(bound, best),
         listed_bound=_at_most(listed, best),
         bounds_all=run.space.bounds_all,
-        unbounded=tuple(n for n in forms if n == SLICED or not run.space.bounds_all),
+        unbounded=tuple(n for n in forms if n is Form.SLICED or not run.space.bounds_all),
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),

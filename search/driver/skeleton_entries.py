@@ -16,7 +16,7 @@ from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
-from stratagem.searcher.space.schedule_traits import MIRRORED, PLACED, traits_of
+from stratagem.searcher.space.schedule_traits import Form, traits_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
     SMALL_CLUSTER,
@@ -106,7 +106,7 @@ class Space:
         zero_stages: of choices.
         constraints: what plans may do.
         schedules: that pipelines may run under.
-        forms: others, in which pipelines that are found may be tried (see `OTHER_FORMS`).
+        forms: others, in which pipelines that are found may be tried (see `Form`).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Space:
         zero_stages: tuple[int, ...],
         constraints: BoundConstraints,
         schedules: tuple[str, ...] = ("1f1b",),
-        forms: tuple[str, ...] = (),
+        forms: tuple[Form, ...] = (),
     ) -> None:
         self.situation, self.options = situation, options
         self.zero_stages, self.constraints = zero_stages, constraints
@@ -426,7 +426,7 @@ class Space:
         Bounds of skeletons are not about those.
         """
         pipelines = self.pipelines_bound
-        if PLACED not in self.forms or pipelines is None:
+        if Form.PLACED not in self.forms or pipelines is None:
             return math.inf
         return min(pipelines, self._placed_in_one_stage)
 
@@ -479,7 +479,7 @@ class Space:
         fills = all(traits_of(name).fills for name in self.schedules)
         counts = c.microbatches or graph.microbatch_counts
         bounds = [self.work.seconds(parts, least, fills=fills) for parts in counts]
-        if MIRRORED in self.forms:
+        if Form.MIRRORED in self.forms:
             bounds += [self.work.mirrored_seconds(n, least) for n in counts if n % 2 == 0]
         return min(bounds)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from stratagem.searcher.improvement.neighbours import recomputing_more
 from stratagem.searcher.improvement.token_slicing import default_unit, estimated_lengths
 from stratagem.searcher.space.choices import choices_of
-from stratagem.searcher.space.schedule_traits import MIRRORED, SLICED
+from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
 from stratagem.searcher.space.situation import Situation, is_better, rank
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -58,23 +58,23 @@ class OtherForms:
 
     Attributes:
         situation: model, cluster, training and prices.
-        schedules: `SLICED`, `MIRRORED`, both or none: what may be tried.
+        forms: `Form.SLICED`, `Form.MIRRORED`, both or none: what may be tried.
         policies: of recomputing, that stages may have; those that recompute more come later.
         offer: takes every plan; whether the constraints allow it.
         time: seconds of the best plan known, whenever it is asked for.
         room: a plan under the memory that it may use, which constraints may leave less of.
         left: simulations that may still be made.
-        tried: what was simulated and may be, by schedule, in order.
+        tried: what was simulated and may be, by form, in order.
     """
 
     situation: Situation
-    schedules: tuple[str, ...]
+    forms: tuple[Form, ...]
     policies: tuple[str, ...]
     offer: Callable[[Simulation], bool]
     time: Callable[[], float]
     room: Callable[[Simulation], Simulation]
     left: int
-    tried: dict[str, list[Simulation]] = field(default_factory=dict)
+    tried: dict[Form, list[Simulation]] = field(default_factory=dict)
 
     def try_all(self, known: Iterable[Simulation]) -> None:
         """Try the best plans of each number of ranks, the most promising first.
@@ -86,11 +86,11 @@ class OtherForms:
         for pipeline in _pipelines(known):
             if _without_fill(pipeline) > self.time():
                 break
-            if SLICED in self.schedules:
+            if Form.SLICED in self.forms:
                 self._slice(pipeline)
-            if MIRRORED in self.schedules:
+            if Form.MIRRORED in self.forms:
                 self._mirror(pipeline)
-        found = min(self.tried.get(SLICED, []), key=self._rank, default=None)
+        found = min(self.tried.get(Form.SLICED, []), key=self._rank, default=None)
         if found is not None and self.room(found).fits and found.step_time < before:
             self._try_unequal(found)
 
@@ -98,14 +98,14 @@ class OtherForms:
         """Downhill over numbers of microbatches and of equal slices, from the plan's own."""
         graph = self.situation.graph
         plan, total = _with_whole_positions(pipeline.plan, graph), _positions(graph)
-        counts = graph.microbatch_counts
+        counts, (schedule, *_) = graph.microbatch_counts, schedules_in(Form.SLICED)
 
         def simulated(at: tuple[int, int]) -> Simulation | None:
             parts, slices = at
             if parts not in counts or slices < FEWEST or total % slices:
                 return None
             return self._simulated(
-                replace(plan, schedule=SLICED, num_microbatches=parts, token_slices=slices)
+                replace(plan, schedule=schedule, num_microbatches=parts, token_slices=slices)
             )
 
         own = num_slices(plan.token_slices)
@@ -138,13 +138,14 @@ class OtherForms:
         if len(shapes) % 2 or shapes != shapes[::-1]:
             return
         graph, stages = self.situation.graph, len(plan.stages)
+        schedule, *_ = schedules_in(Form.MIRRORED)
         plan = _with_choices(
             plan, {n: replace(c, fused=False) for n, c in choices_of(plan).items()}
         )
         for parts in dict.fromkeys((plan.num_microbatches, stages, 2 * stages)):
             if parts % 2 == 0 and parts in graph.microbatch_counts:
                 self._simulated(
-                    replace(plan, schedule=MIRRORED, num_microbatches=parts, token_slices=1)
+                    replace(plan, schedule=schedule, num_microbatches=parts, token_slices=1)
                 )
 
     def _simulated(self, plan: Plan) -> Simulation | None:
@@ -159,7 +160,9 @@ class OtherForms:
                 return best
             if not self.offer(found) and self.room(found).fits:
                 return best  # The constraints do not allow it.
-            self.tried.setdefault(plan.schedule, []).append(found)
+            form = form_of(plan.schedule)
+            assert form is not None
+            self.tried.setdefault(form, []).append(found)
             best = found if best is None else min(best, found, key=self._rank)
             more = recomputing_more(
                 skeleton_of(now), self.room(found), self.situation.graph, self.policies

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stratagem.searcher.space.schedule_traits import SLICED
+from stratagem.searcher.space.schedule_traits import Form, schedules_in
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import num_positions, token_dims
@@ -66,7 +66,8 @@ def slice_tokens(
             f"graph {graph.name!r} has {total} positions, which are no multiple of unit {unit}: "
             f"choose a divisor of {total}"
         )
-    whole = replace(plan, schedule=SLICED, token_slices=1, orders=(), prediction=None)
+    schedule, *_ = schedules_in(Form.SLICED)
+    whole = replace(plan, schedule=schedule, token_slices=1, orders=(), prediction=None)
     memory = RowMemory()
     equal = [size for size in range(unit, total + 1, unit) if total % size == 0]
     tried = [estimated_lengths(whole, graph, costs, total, unit, memory)]
@@ -89,7 +90,7 @@ def estimated_lengths(
     """The lengths, multiples of a unit, with which a plan is fastest by the estimate above.
 
     Args:
-        plan: under `SLICED`, its tokens whole.
+        plan: under a schedule of `Form.SLICED`, its tokens whole.
         graph: the model at its whole batch.
         costs: prices of operators.
         total: positions of the model.

@@ -93,7 +93,7 @@ class Constraints:
         zero_stages: ZeRO stages that parameters may have.
         microbatches: numbers of microbatches that may be tried.
         schedules: schedules of pipelines that may be tried; ``"terapipe"``, ``"chimera"`` beside
-            one that is searched (see `OTHER_FORMS`).
+            one that is searched (see `Form`).
         recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the
             letter.
         headroom: what of each device's memory must stay free: a share, a `Headroom`, or

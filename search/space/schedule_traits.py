@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -86,12 +87,51 @@ def searched_schedules() -> tuple[str, ...]:
     return tuple(name for name, record in SCHEDULES.items() if _traits(record) is not None)
 
 
-SLICED, MIRRORED = "terapipe", "chimera"
-"""Schedules under which no choices are searched, but plans that were found are tried: with their
-tokens sliced, and with two homes for each stage."""
-OTHER_FORMS = SLICED, MIRRORED
-PLACED = "placed"
-"""No schedule, but as these: operators of plans that were found are tried on parts of meshes."""
+class Form(Enum):
+    """What plans are tried in that were found without, as no choices are searched in it."""
+
+    SLICED = "sliced tokens"
+    MIRRORED = "two directions"
+    PLACED = "operators on parts of meshes"
+
+
+def form_of(name: str) -> Form | None:
+    """The form that plans under a schedule of a name have, read from its actions; None for none.
+
+    Example:
+        >>> form_of("terapipe"), form_of("chimera"), form_of("1f1b")
+        (<Form.SLICED: 'sliced tokens'>, <Form.MIRRORED: 'two directions'>, None)
+    """
+    return _form(SCHEDULES[name]) if name in SCHEDULES else None
+
+
+@cache
+def _form(record: ScheduleRecord) -> Form | None:
+    if slices_tokens(record):
+        return Form.SLICED
+    made = record.made(Sizes(2, 2, 2))
+    return Form.MIRRORED if made is not None and made.is_mirrored else None
+
+
+def formed_schedules() -> tuple[str, ...]:
+    """Those under which plans have a form.
+
+    Example:
+        >>> formed_schedules()
+        ('chimera', 'terapipe')
+    """
+    return tuple(name for name in SCHEDULES if form_of(name) is not None)
+
+
+def schedules_in(form: Form) -> tuple[str, ...]:
+    """The schedules that have a name under which plans have a form.
+
+    Example:
+        >>> schedules_in(Form.SLICED), schedules_in(Form.PLACED)
+        (('terapipe',), ())
+    """
+    return tuple(name for name in SCHEDULES if form_of(name) is form)
+
 
 FORWARD_SCHEDULE = "gpipe"
 """That of forward passes: all microbatches one after the other, and nothing to go back for."""
@@ -114,17 +154,17 @@ def schedules_of(
 
     Raises:
         ValueError: a forward pass is to have a schedule that goes back before all is through; only
-            `OTHER_FORMS` are asked for.
+            schedules of another `Form` are asked for.
     """
     if not graph.is_forward:
-        searched = [name for name in wanted or (default,) if name not in OTHER_FORMS]
+        searched = [name for name in wanted or (default,) if form_of(name) is None]
         if not searched:
             raise ValueError(
                 f"schedule {', '.join(map(repr, wanted or ()))} is tried on plans that were found "
                 f"under another: name one of {', '.join(map(repr, searched_schedules()))} as well"
             )
         return tuple(searched)
-    other = [n for n in wanted or () if n in OTHER_FORMS or not traits_of(n).runs_ahead]
+    other = [n for n in wanted or () if form_of(n) or not traits_of(n).runs_ahead]
     if other:
         raise ValueError(
             f"{graph.name!r} is a forward pass, in which schedule {other[0]!r} would wait for "

@@ -40,7 +40,7 @@ from stratagem.searcher.driver.result import FITTING, Budget, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
 from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.schedule_traits import OTHER_FORMS, searched_schedules
+from stratagem.searcher.space.schedule_traits import formed_schedules, searched_schedules
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import check_place
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
@@ -63,7 +63,7 @@ def search(
             help="that pipelines may have: 1f1b, gpipe, interleaved or zb-h1, and beside these "
             "terapipe or chimera, in which the best are tried; repeatable; left out, 1f1b is "
             "searched",
-            autocompletion=among((*searched_schedules(), *OTHER_FORMS)),
+            autocompletion=among((*searched_schedules(), *formed_schedules())),
         ),
     ] = None,
     recompute: Recompute = None,

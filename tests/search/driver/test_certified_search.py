@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stratagem.searcher.bounds.cutting_planes import Bound
@@ -119,6 +119,7 @@ def test_constraints_are_never_ignored(
         headroom=headroom,
         recompute=recompute,
     )
+    assume(zero != (3,) or pipeline != 2)  # Two ranks of one device have nothing to shard over.
     graph = tiny_gpt()
     result = quick(graph, constraints=wishes, budget=Budget(evaluations=200))
     plan = result.plan

@@ -16,7 +16,7 @@ from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.sliced_and_mirrored import slicing_refused
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.schedule_traits import MIRRORED, SLICED
+from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
 from stratagem.searcher.space.strategies import data_parallel
@@ -32,6 +32,7 @@ from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.simulation.simulation import simulate_plan
 
 HALF = Training("float16")
+SLICED, MIRRORED = "terapipe", "chimera"
 
 
 def text() -> OperatorGraph:
@@ -104,7 +105,7 @@ def test_a_search_finds_slices_where_microbatches_are_few_and_links_slow() -> No
     again = simulate_plan(result.plan, text(), default_costs())
     assert again.step_time == result.simulation.step_time
     assert again.fits
-    assert "sliced tokens" in {point.skeleton for point in result.trace}
+    assert "pipelines with sliced tokens" in {point.skeleton for point in result.trace}
     assert "better than all others" in result.notes["pipelines with sliced tokens"]
 
 
@@ -121,7 +122,7 @@ def test_a_search_finds_slices_where_microbatches_are_few_and_links_slow() -> No
 def test_who_asks_for_no_slices_gets_none(changed: dict[str, object]) -> None:
     result = found(text(), far_apart(), **changed)
     assert result.plan.token_slices == 1
-    assert SLICED not in result.unbounded
+    assert Form.SLICED not in result.unbounded
     assert "pipelines with sliced tokens" not in result.notes
     assert "slices no tokens" not in result.certificate
     assert all(point.plan.schedule != SLICED for point in result.front)
@@ -136,13 +137,13 @@ def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
         told = result.notes[f"pipelines with {words}"]
         assert told == f"not tried: name {name!r} beside the other schedules"
     asked = found(text(), far_apart(), schedule=("1f1b", SLICED), budget=Budget(evaluations=0))
-    assert asked.unbounded == (SLICED,)
+    assert asked.unbounded == (Form.SLICED,)
     assert "pipelines with two directions" not in asked.notes
 
 
 def test_no_certificate_claims_anything_of_slices() -> None:
     result = sliced()
-    assert result.unbounded == (SLICED,)
+    assert result.unbounded == (Form.SLICED,)
     assert result.gap is None
     assert result.bound is not None
     assert result.bound <= result.simulation.step_time
@@ -166,7 +167,7 @@ def test_a_search_goes_on_from_slices_and_is_as_good() -> None:
     result = found(text(), far_apart(), start=start, schedule=None, budget=Budget(evaluations=0))
     assert result.simulation.step_time < before
     assert result.plan.schedule == SLICED
-    assert result.unbounded == (SLICED,)
+    assert result.unbounded == (Form.SLICED,)
 
 
 def test_what_shards_positions_is_sliced_without_that() -> None:
@@ -198,7 +199,7 @@ def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_st
     assert again.step_time == result.simulation.step_time
     assert result.gap is not None
     assert result.bounds_all
-    assert MIRRORED not in result.unbounded
+    assert Form.MIRRORED not in result.unbounded
 
 
 def test_statistics_that_homes_would_share_have_one_home() -> None:
@@ -259,13 +260,13 @@ def test_the_bound_on_all_pipelines_holds_in_two_directions() -> None:
     ]
     assert steps
     bounds = {}
-    for forms in ((), (MIRRORED,)):
+    for forms in ((), (Form.MIRRORED,)):
         space = Space(situation, Options(), (0,), wishes, ("1f1b",), forms)
         space.bound_pipelines()
         bounds[forms] = space.pipelines_bound
-    assert bounds[MIRRORED,] is not None
+    assert bounds[Form.MIRRORED,] is not None
     assert bounds[()] is not None
-    assert 0.5 * min(steps) < bounds[MIRRORED,] <= min(steps)
+    assert 0.5 * min(steps) < bounds[Form.MIRRORED,] <= min(steps)
     assert bounds[()] > min(steps)
 
 
@@ -274,7 +275,9 @@ def test_no_mirrored_plan_is_under_its_bound(stages: int) -> None:
     graph = mlp([256, 1024, 64, 512], batch=32)
     cluster = beside()
     situation = Situation(graph, cluster, HALF, default_costs())
-    space = Space(situation, Options(), (0,), Constraints().bind(graph), ("1f1b",), (MIRRORED,))
+    space = Space(
+        situation, Options(), (0,), Constraints().bind(graph), ("1f1b",), (Form.MIRRORED,)
+    )
     rng = np.random.default_rng(stages)
     plans = mirrored_plans(graph, cluster, stages, (2, 4, 8, 16, 32))
     for k in rng.choice(len(plans), min(40, len(plans)), replace=False):

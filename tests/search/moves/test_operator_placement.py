@@ -18,7 +18,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement, pinned
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.schedule_traits import PLACED
+from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -233,7 +233,7 @@ def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int
         situation = Situation(graph, plan.cluster, plan.training, cells.COSTS)
         options = Options(place=True, inputs_first=plan.inputs_first)
         wishes = Constraints(microbatches=(plan.num_microbatches,)).bind(graph)
-        space = Space(situation, options, (0,), wishes, (plan.schedule,), (PLACED,))
+        space = Space(situation, options, (0,), wishes, (plan.schedule,), (Form.PLACED,))
         space.bound_pipelines()
         space.is_looked_at = True
         bound = space.known_bound(math.inf)

@@ -15,7 +15,7 @@ from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remad
 from stratagem.searcher.processes.worker_processes import Workers
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import (
-    OTHER_FORMS,
+    formed_schedules,
     run_of,
     searched_schedules,
     traits_of,
@@ -135,7 +135,7 @@ def test_schedules_with_several_homes_updates_or_slices_are_not_searched(name: s
     assert name in SCHEDULES
     assert name not in searched_schedules()
     refused = f"no schedule for a search '{name}'"
-    if name in OTHER_FORMS:
+    if name in formed_schedules():
         refused = f"schedule '{name}' is tried on plans that were found under another"
     with pytest.raises(ValueError, match=refused):
         search(mlp([64, 64], batch=32), CLUSTER, schedule=name)
