@@ -60,17 +60,28 @@ class Incumbent:
         )
 
     def _may_be(self, simulation: Simulation) -> bool:
-        return not self._constraints.breaks(simulation) and self._is_option(simulation.plan)
+        return not self._constraints.breaks(simulation) and self.is_option(simulation.plan)
 
-    def _is_option(self, plan: Plan) -> bool:
-        """Whether a plan trains as others do, and only does what the options allow."""
+    def is_option(self, plan: Plan) -> bool:
+        """Whether a plan trains as others do, and only does what the options allow.
+
+        No bound is about others: they may be faster than any plan of the space.
+        """
         if plan.make_schedule().update_every is not None:
             return False
+        o = self._options
         chosen = [choice for stage in plan.stages for choice in stage.choices.values()]
         return (
-            (self._options.inputs_first or not plan.inputs_first)
-            and (self._options.regather or not any(choice.regather for choice in chosen))
-            and (self._options.stream or not any(choice.streamed for choice in chosen))
+            (o.inputs_first or not plan.inputs_first)
+            and plan.bucket_bytes == o.bucket_bytes
+            and (o.place or not plan.has_pins)
+            and all(
+                choice.chunks in o.chunks
+                and (o.fuse or not choice.fused)
+                and (o.regather or not choice.regather)
+                and (o.stream or not choice.streamed)
+                for choice in chosen
+            )
         )
 
     def _extend_front(self, simulation: Simulation) -> None:

@@ -19,6 +19,7 @@ from stratagem.searcher.driver.other_forms import (
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.starting_plans import options_of
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.improvement.simpler_plans import TELLS_APART, simplest
@@ -120,7 +121,8 @@ def search(
             are nearly as good are, too, by the least evaluations (see `Budget`).
         num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
             first; fewer of larger models when left out.
-        options: recomputing, pieces, fusion and buckets; see `Options`.
+        options: recomputing, pieces, fusion and buckets; see `Options`. When left out, what the
+            plan to start from does.
         constraints: what every plan must meet; see `Constraints`.
         baselines: names of `methods.registry.METHODS` to compare with, beside the simple
             strategies; those of `QUICK_METHODS` when left out.
@@ -156,6 +158,11 @@ def search(
     if isinstance(schedule, str):
         schedule = (schedule,)
     wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
+    allowed = options_of(start) if options is None else options
+    if start is not None and start.has_pins:
+        allowed = replace(allowed, place=True)
+    if "none" not in allowed.recompute and wishes.recompute is None and not graph.is_forward:
+        wishes = replace(wishes, recompute=allowed.recompute)
     wishes.check_axes(_axes(start))
     wishes.check_degrees(graph, cluster.num_devices)
     situation = Situation(graph, cluster, base, costs_or_default(costs))
@@ -170,7 +177,7 @@ def search(
                 seed=seed,
                 num_skeletons=num_skeletons,
                 num_bounded=num_bounded,
-                options=options or Options(),
+                options=allowed,
                 wishes=wishes,
                 baselines=QUICK_METHODS if baselines is None else baselines,
                 start=start if not each.steps else None,

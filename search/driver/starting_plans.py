@@ -17,8 +17,9 @@ from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.situation import rank
-from stratagem.searcher.space.skeletons import skeleton_of
+from stratagem.searcher.space.skeletons import Options, skeleton_of
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation
 
 
@@ -63,6 +64,28 @@ def entry_of(
     return [space.take(space.skeleton_of(start), choices_of(simulation.plan), simulation)]
 
 
+def options_of(start: Plan | None) -> Options:
+    """What a search may do that is told nothing of that: what the plan to start from does, too.
+
+    Example:
+        >>> options_of(None) == Options()
+        True
+    """
+    if start is None:
+        return Options()
+    chosen = [choice for stage in start.stages for choice in stage.choices.values()]
+    chunks = {1, *(choice.chunks for choice in chosen)}
+    return Options(
+        chunks=tuple(sorted(chunks)),
+        fuse=any(choice.fused for choice in chosen),
+        bucket_bytes=start.bucket_bytes,
+        inputs_first=start.inputs_first,
+        regather=any(choice.regather for choice in chosen),
+        stream=any(choice.streamed for choice in chosen),
+        place=start.has_pins,
+    )
+
+
 def not_chosen_for(plan: Plan, fingerprint: str) -> str:
     """Why a search of a graph does not choose for plans of a kind; empty if it does."""
     if plan.substitutions or plan.fingerprint != fingerprint:
@@ -74,11 +97,19 @@ def not_chosen_for(plan: Plan, fingerprint: str) -> str:
 
 def _as_options_say(plan: Plan, space: Space) -> Plan:
     """A plan without what the options of the search do not allow."""
-    choices = choices_of(plan)
-    if not space.options.regather:
-        choices = {name: replace(choice, regather=False) for name, choice in choices.items()}
-    if not space.options.stream:
-        choices = {name: replace(choice, streamed=False) for name, choice in choices.items()}
+    o = space.options
+
+    def allowed(choice: Choice) -> Choice:
+        chunks = choice.chunks if choice.chunks in o.chunks else 1
+        return replace(
+            choice,
+            chunks=chunks,
+            fused=choice.fused and o.fuse,
+            regather=choice.regather and o.regather,
+            streamed=choice.streamed and o.stream and chunks > 1,
+        )
+
+    choices = {name: allowed(choice) for name, choice in choices_of(plan).items()}
     return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=space.options)
 
 
@@ -133,12 +164,12 @@ class KnownStrategies:
             slack: those that take more than so many times the best plan of all are left out.
         """
         space, most = self._space, slack * self._incumbent.time
-        graph, cluster = space.situation.graph, space.situation.cluster
+        cluster = space.situation.cluster
         found = []
         # The best comes last, so that it is the first start of its skeleton.
         for known in sorted(self._admitted, key=rank, reverse=True):
             plan = known.plan
-            if known.step_time <= most and not not_chosen_for(plan, graph.fingerprint):
+            if known.step_time <= most and not self._why_not(plan):
                 alike = canonical(space.skeleton_of(plan), choices_of(plan), cluster)
                 found.append(space.take(*alike, known))
         return first_policies(found[::-1])
@@ -154,6 +185,20 @@ class KnownStrategies:
             self.baselines[name] = found
             if self._incumbent.offer(found):
                 self._admitted.append(found)
+            elif not self._incumbent.is_option(plan) and not self._why_not(plan):
+                self._take_as_options_say(plan)
+
+    def _why_not(self, plan: Plan) -> str:
+        return not_chosen_for(plan, self._space.situation.graph.fingerprint)
+
+    def _take_as_options_say(self, plan: Plan) -> None:
+        """Begin from a baseline that does what the options do not allow, without that."""
+        try:
+            found = self._space.situation.simulate(_as_options_say(plan, self._space), always=True)
+        except ValueError:
+            return
+        if self._incumbent.offer(found):
+            self._admitted.append(found)
 
 
 def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Plan | None:

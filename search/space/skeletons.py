@@ -91,7 +91,7 @@ class Options:
 
     Attributes:
         recompute: policies tried one after the other until a plan fits (see
-            `checkpoint_segments`).
+            `checkpoint_segments`); without ``"none"`` every stage follows one of these.
         chunks: in how many pieces a matrix product may run, to overlap with its collectives.
         fuse: whether elementwise work may run inside collectives.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded.

@@ -98,7 +98,8 @@ def search(
         num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
         num_bounded: of how many, beside the best, lower bounds are sharpened before, the weakest
             first, for the certificate; fewer of larger models when left out.
-        options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`.
+        options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`. When left
+            out, what the plan to start from does.
         constraints: what the plan must meet; see `Constraints`.
         baselines: methods to compare with, such as ``["Alpa", "FlexFlow"]``; see
             `stratagem.searcher.methods.registry.METHODS`.
