@@ -381,13 +381,19 @@ def _search_graph(
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
-        notes={**run.notes, **not_tried(unasked), **_batch_note(graph)},
+        notes={**run.notes, **_not_compared(run), **not_tried(unasked), **_batch_note(graph)},
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
         fastest=None if given is best else _named(best, graph, seed),
         headroom=wishes.room(cluster),
     )
+
+
+def _not_compared(run: SearchCourse) -> dict[str, str]:
+    """Which methods that were asked for are no baselines, and why."""
+    left_out = run.known_strategies.left_out
+    return {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
 
 
 def _at_most(bound: float | None, best: Simulation) -> float | None:

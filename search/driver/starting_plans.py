@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
@@ -123,17 +124,19 @@ class KnownStrategies:
 
     Attributes:
         baselines: what was simulated until now, by name.
+        left_out: methods that were asked for and gave nothing, and why.
     """
 
     def __init__(self, space: Space, incumbent: Incumbent, sharpener: Sharpener) -> None:
         self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
         self.baselines: dict[str, Simulation] = {}
+        self.left_out: dict[str, str] = {}
         self._admitted: list[Simulation] = []
 
     def first(self, schedule: str, methods: Sequence[str]) -> bool:
         """Simulate baselines until there is a plan to hand back, and whether there is one."""
         for name in baseline_names(self._space.situation, schedule, methods):
-            self._take(name, propose(self._sharpener, name, schedule, methods))
+            self._take(name, propose(self._sharpener, name, schedule, methods), methods)
             if self._incumbent.best is not None:
                 return True
         return False
@@ -149,13 +152,14 @@ class KnownStrategies:
         names = baseline_names(self._space.situation, schedule, methods)
         parts = {name: workers.part(propose, name, schedule, tuple(methods)) for name in names}
         if workers.is_alone:
-            self._take_all(parts)
+            self._take_all(parts, methods)
         try:
             yield
         except (KeyboardInterrupt, OutOfTimeError):
-            self._take_all({name: part for name, part in parts.items() if part.is_done})
+            done = {name: part for name, part in parts.items() if part.is_done}
+            self._take_all(done, methods)
             raise
-        self._take_all(parts)
+        self._take_all(parts, methods)
 
     def entries(self, slack: float) -> list[SkeletonEntry]:
         """The skeletons of the baselines that the search may choose for, the best plan's first.
@@ -174,12 +178,15 @@ class KnownStrategies:
                 found.append(space.take(*alike, known))
         return first_policies(found[::-1])
 
-    def _take_all(self, parts: Mapping[str, WorkPart[Plan | None]]) -> None:
+    def _take_all(self, parts: Mapping[str, WorkPart[Proposed]], methods: Sequence[str]) -> None:
         for name, part in parts.items():
             if name not in self.baselines:
-                self._take(name, part.result())
+                self._take(name, part.result(), methods)
 
-    def _take(self, name: str, plan: Plan | None) -> None:
+    def _take(self, name: str, proposed: Proposed, methods: Sequence[str]) -> None:
+        plan = proposed.plan
+        if plan is None and name in methods:
+            self.left_out[name] = proposed.why or "it has no plan for this model and cluster"
         if plan is not None:
             found = self._space.situation.simulate(plan, always=True)
             self.baselines[name] = found
@@ -201,8 +208,22 @@ class KnownStrategies:
             self._admitted.append(found)
 
 
-def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Plan | None:
-    """The best plan of a baseline."""
+class Proposed(NamedTuple):
+    """The best plan of a baseline; None where it has none, and why if it failed."""
+
+    plan: Plan | None
+    why: str = ""
+
+
+def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Proposed:
+    """The best plan of a baseline. A method that fails ends no search."""
     listed = {method: METHODS[method] for method in methods}
-    found = baseline(sharpener.situation, name, schedule, listed)
-    return found.plan if found is not None else None
+    try:
+        found = baseline(sharpener.situation, name, schedule, listed)
+    except (OutOfTimeError, MemoryError):
+        raise
+    except Exception as error:
+        if name not in listed:
+            raise
+        return Proposed(None, f"it failed with {type(error).__name__}: {error}")
+    return Proposed(None if found is None else found.plan)

@@ -14,12 +14,13 @@ import numpy as np
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
+from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.methods.literature import LITERATURE, one_stage_plan
 from stratagem.searcher.methods.simple_strategies import pipeline_plans, simulate_family
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.graph_rewrites import rewritings
-from stratagem.searcher.space.situation import Method, Situation
+from stratagem.searcher.space.situation import Method, Situation, rank
 from stratagem.searcher.space.skeletons import Options, Skeleton, stage_meshes
 from stratagem.searcher.space.strategies import data_parallel, known_strategies
 from stratagem.searcher.stage_dp.candidates import candidates
@@ -30,9 +31,12 @@ from stratagem.simulator.plan.mirrored_stages import kept_statistics
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
+from stratagem.simulator.simulation.simulation import Simulation
 
 FLEXFLOW_EVALUATIONS = 20_000
-"""Proposals of each of FlexFlow's two chains."""
+"""Proposals of each of FlexFlow's chains."""
+FLEXFLOW_PLACED, FLEXFLOW_PLACED_OPERATORS = 400, 12_000
+"""Placements on parts of meshes that FlexFlow tries: so many, or fewer of a larger model."""
 
 EXHAUSTIVE_PLANS = 200_000
 """Spaces up to so many plans are enumerated."""
@@ -58,7 +62,8 @@ def _optcnn(situation: Situation) -> Iterator[Plan]:
 
 def _alpa(situation: Situation) -> Iterator[Plan]:
     """Alpa (Zheng et al. 2022): stages and sub-meshes by a dynamic program, choices in each by an
-    integer program over sums, within the memory; nothing is simulated on the way."""
+    integer program over sums, within the memory; nothing is simulated on the way. What then does
+    not fit is no plan of it."""
     for candidate in candidates(situation, limit=4).plans:
         problem = make_problem(
             situation.graph,
@@ -74,25 +79,44 @@ def _alpa(situation: Situation) -> Iterator[Plan]:
             program.sum_weights(), memory=True, tolerance=1e-3, max_parts=MOST_PARTS
         )
         if solution.choice is not None:
-            yield _plan("Alpa", situation, problem, solution.choice)
+            plan = _plan("Alpa", situation, problem, solution.choice)
+            if situation.simulate(plan).fits:
+                yield plan
 
 
 def _flexflow(situation: Situation) -> Iterator[Plan]:
-    """FlexFlow (Jia et al. 2019): Metropolis–Hastings from data parallelism and from random.
+    """FlexFlow (Jia et al. 2019): Metropolis–Hastings from known strategies and from random.
 
-    One stage, no ZeRO and no microbatches, as its SOAP space has it.
+    One stage, no ZeRO and no microbatches, as its SOAP space has it. Among the strategies is
+    OptCNN's, than which FlexFlow is never worse in their paper. From the best plan on each mesh
+    operators are placed on parts of it, the O of SOAP, where a model is small enough.
     """
+    found: list[Simulation] = []
     for number, problem in enumerate(_one_stage(situation, (0,))):
         shape = problem.skeleton.meshes[0].shape
         rng = np.random.default_rng(number)
-        starts = (
+        program = IntraProgram(problem)
+        solved = program.solve(program.sum_weights(), tolerance=1e-6).choice
+        starts = [
             problem.encode(data_parallel(problem.graph, shape)),
             rng.integers(0, [len(c) for c in problem.choices]),
-        )
+            *([] if solved is None else [solved]),
+        ]
         for start in starts:
             chain = AnnealingChain(problem, start, FLEXFLOW_EVALUATIONS, number)
             chain.advance(FLEXFLOW_EVALUATIONS)
-            yield _plan("FlexFlow", situation, problem, chain.best)
+            plan = _plan("FlexFlow", situation, problem, chain.best)
+            found.append(situation.simulate(plan))
+            yield plan
+    placing = OperatorPlacement(
+        situation,
+        lambda _: True,
+        lambda simulation: simulation,
+        min(FLEXFLOW_PLACED, FLEXFLOW_PLACED_OPERATORS // len(situation.graph.operators)),
+    )
+    placing.try_all(found)
+    if placing.tried:
+        yield replace(min(placing.tried, key=rank).plan, name="FlexFlow")
 
 
 def _pipedream(situation: Situation) -> Iterator[Plan]:

@@ -1,0 +1,114 @@
+"""Methods to compare with: as good as their papers have them, and never in the way of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.methods.registry import METHODS
+from stratagem.searcher.methods.simple_strategies import baseline
+from stratagem.searcher.space.situation import Situation
+from stratagem.simulator.graph.models import gpt, inception_v3, mlp, nmt
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.plan import Plan
+from tests.search.moves.test_operator_placement import two_towers
+
+
+def situation(graph: OperatorGraph, nodes: int = 1, per_node: int = 4) -> Situation:
+    cluster = Cluster.preset("p3.16xlarge", num_nodes=nodes, devices_per_node=per_node)
+    return Situation(graph, cluster, Training(), default_costs())
+
+
+def test_a_method_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tofu on NMT: a ValueError after 35 s ended the search."""
+
+    def failing(here: Situation) -> Iterator[Plan]:
+        yield baseline_plan(here)
+        raise ZeroDivisionError("no shares")
+
+    monkeypatch.setitem(METHODS, "failing", failing)
+    here = situation(mlp([64, 64], batch=16), per_node=2)
+    result = search(
+        here.graph,
+        here.cluster,
+        baselines=("failing", "Chimera"),
+        budget=Budget(evaluations=50),
+        num_threads=1,
+    )
+    told = result.notes["method failing"]
+    assert told == "not compared: it failed with ZeroDivisionError: no shares"
+    assert "failing" not in result.baselines
+    assert ("Chimera" in result.baselines) != ("method Chimera" in result.notes)
+    assert result.simulation.fits
+
+
+def baseline_plan(here: Situation) -> Plan:
+    found = baseline(here, "data parallel")
+    assert found is not None
+    return found.plan
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_is_no_failure_of_a_method_ends_it(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(here: Situation) -> Iterator[Plan]:
+        raise error
+        yield baseline_plan(here)
+
+    monkeypatch.setitem(METHODS, "failing", failing)
+    here = situation(mlp([64, 64], batch=16), per_node=2)
+    arguments = {"budget": Budget(evaluations=50), "num_threads": 1, "baselines": ("failing",)}
+    if error is MemoryError:
+        with pytest.raises(MemoryError):
+            search(here.graph, here.cluster, **arguments)  # type: ignore[arg-type]
+    else:  # A search that is interrupted gives what it knows.
+        result = search(here.graph, here.cluster, **arguments)  # type: ignore[arg-type]
+        assert result.stop_reason.name == "INTERRUPTED"
+
+
+def test_alpa_has_no_plan_that_does_not_fit() -> None:
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=8)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    here = Situation(graph, cluster, Training(), default_costs())
+    plans = list(METHODS["Alpa"](here))
+    assert plans
+    peak = max(here.simulate(plan).peak_memory for plan in plans)
+    (device,) = here.cluster.device_types
+    for share in (0.02, 0.3, 0.6, 0.9):
+        less = replace(device, memory_gib=share * peak / 2**30, reserved_gib=0.0)
+        small = replace(here, cluster=replace(here.cluster, device_types=(less,)))
+        assert all(small.simulate(plan).fits for plan in METHODS["Alpa"](small))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        mlp([512, 2048, 512], batch=64),
+        two_towers(batch=32, inputs=128, width=512, depth=2),
+        nmt(num_layers=1, hidden=64, vocabulary=200, sequence=3, batch=16),
+        pytest.param(inception_v3(batch=16), marks=pytest.mark.long),
+    ],
+    ids=["mlp", "towers", "nmt", "inception"],
+)
+def test_flexflow_is_never_worse_than_optcnn(graph: OperatorGraph) -> None:
+    """It was, on ResNet and NMT: its chains began at data parallelism and at random only."""
+    here = situation(graph, nodes=2, per_node=1)
+    best = {
+        name: min(here.simulate(plan).step_time for plan in METHODS[name](here))
+        for name in ("OptCNN", "FlexFlow")
+    }
+    assert best["FlexFlow"] <= best["OptCNN"]
+
+
+def test_flexflow_places_operators() -> None:
+    here = situation(two_towers(), nodes=2, per_node=1)
+    best = min(METHODS["FlexFlow"](here), key=lambda plan: here.simulate(plan).step_time)
+    assert best.has_pins
