@@ -27,9 +27,9 @@ from stratagem.simulator.plan.plan import Plan, ranks_of
 from stratagem.simulator.pricing.stage_boundaries import landing, summed
 from stratagem.simulator.schedules.actions import Action
 from stratagem.simulator.schedules.macro_graph import transfer_name
+from stratagem.simulator.sharding.choice_options import shares_conversion
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.parameter_homes import weight_share
-from stratagem.simulator.sharding.pieces_and_fusion import shares_conversion
 from stratagem.simulator.sharding.resharding_paths import (
     Resharder,
     ReshardingStep,

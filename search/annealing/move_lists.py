@@ -12,6 +12,7 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.pricing.cost_rows import OperatorRow
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice_options import option_parts
 
 
 def moves_of(problem: Problem) -> Moves:
@@ -77,22 +78,12 @@ def _by_choice(
     )
 
 
-def _parts(choice: Choice) -> tuple[object, ...]:
-    """A choice as its placements, then its other parts."""
-    return (*choice.config, *_options(choice))
-
-
-def _options(choice: Choice) -> tuple[object, ...]:
-    pieces = choice.chunks, choice.streamed
-    return choice.zero, choice.recompute, pieces, choice.fused, choice.regather
-
-
 def _one_apart(options: Sequence[Choice]) -> list[list[int]]:
     """Per choice, those that differ in one axis or in one other part."""
     holes: dict[tuple[object, ...], list[int]] = {}
     keys: list[list[tuple[object, ...]]] = []
     for number, choice in enumerate(options):
-        parts = _parts(choice)
+        parts = (*choice.config, *option_parts(choice))
         mine: list[tuple[object, ...]] = [
             (k, *parts[:k], *parts[k + 1 :]) for k in range(len(parts))
         ]
@@ -110,15 +101,18 @@ def _variants(distinct: Sequence[Sequence[Choice]], num_rows: int) -> Ints:
     values: dict[tuple[int, object], None] = {}
     for options in distinct:
         for choice in options:
-            values.update(dict.fromkeys(enumerate(_options(choice))))
+            values.update(dict.fromkeys(enumerate(option_parts(choice))))
     several = {part for part, _ in values if sum(p == part for p, _ in values) > 1}
     kept = [(part, value) for part, value in values if part in several]
     found = np.zeros((len(kept), num_rows), dtype=np.int64)
     row = 0
     for options in distinct:
-        number_of = {_parts(choice): number for number, choice in enumerate(options)}
+        number_of = {
+            (*choice.config, *option_parts(choice)): number
+            for number, choice in enumerate(options)
+        }
         for number, choice in enumerate(options):
-            parts = _options(choice)
+            parts = option_parts(choice)
             for k, (part, value) in enumerate(kept):
                 wanted = (*choice.config, *parts[:part], value, *parts[part + 1 :])
                 found[k, row] = number_of.get(wanted, number)

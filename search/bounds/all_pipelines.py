@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +18,8 @@ from stratagem.simulator.graph.placement import Shard, local_sizes
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+from stratagem.simulator.sharding.choice import Choice, Touches
+from stratagem.simulator.sharding.choice_options import asked_of, ways_to_run
 
 
 class PipelineWork:
@@ -56,7 +55,7 @@ class PipelineWork:
         self, models: MicrobatchModels, options: Options, policies: Sequence[str]
     ) -> None:
         self._models, self._policies = models, policies
-        self._options = replace(options, regather=False)
+        self._asked = asked_of(options.touching(Touches.PASSES))
         self._known: dict[Any, float] = {}
         self._made: dict[int, list[TableBuilder]] = {}
 
@@ -228,14 +227,8 @@ class PipelineWork:
     ) -> float:
         """Seconds of a shard of some sizes, under the options and on the device that do best."""
         operator = model.graph.operators[i]
-        fusible = self._options.fuse and fuses_forward(operator)
-        choices = [
-            Choice((), 0, recompute, chunks, fused, streamed=streamed)
-            for chunks in self._options.chunks
-            if chunks == 1 or piece_dim(operator, sizes, chunks)
-            for fused in ((False, True) if fusible else (False,))
-            for streamed in ((False, True) if self._options.stream and chunks > 1 else (False,))
-        ] or [Choice((), 0, recompute)]
+        # What becomes of its parameters takes no part in a pass.
+        choices = ways_to_run(Choice((), 0, recompute), operator, sizes, self._asked, trains=False)
         return min(
             builder.shard_seconds(i, choice, sizes)
             for builder in self._builders(model)

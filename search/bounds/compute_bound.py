@@ -15,7 +15,8 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, Touches
+from stratagem.simulator.sharding.choice_options import priced_by
 
 
 class ComputingBounds:
@@ -48,8 +49,7 @@ class ComputingBounds:
     """
 
     def __init__(self, situation: Situation, options: Options = Options()) -> None:  # noqa: B008
-        # What only converts inputs again computes nothing.
-        self._situation, self._options = situation, replace(options, regather=False)
+        self._situation, self._options = situation, options.touching(Touches.PASSES)
         self._known: dict[Any, float] = {}
         self._priced: dict[Any, float] = {}
         self._shards: dict[Any, dict[Any, Choice]] = {}
@@ -152,9 +152,9 @@ class ComputingBounds:
     ) -> dict[Any, Choice]:
         """Choices of an operator by what takes another time: its shard and how that is run."""
         found: dict[Any, Choice] = {}
+        passed_by = priced_by(Touches.PASSES)
         for choice in operator_choices(graph, operator, shape, (0,), self._options):
             sizes = tuple(sorted(local_sizes(operator, choice.config, shape).items()))
-            config = choice.config if inside else ()
-            how = choice.chunks, choice.streamed, choice.fused
-            found.setdefault((sizes, *how, config), choice)
+            config, *how = passed_by(choice)
+            found.setdefault((sizes, tuple(how), config if inside else ()), choice)
         return found

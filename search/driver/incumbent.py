@@ -11,6 +11,7 @@ from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice_options import as_tried
 from stratagem.simulator.simulation.simulation import Simulation
 
 
@@ -75,13 +76,7 @@ class Incumbent:
             (o.inputs_first or not plan.inputs_first)
             and plan.bucket_bytes == o.bucket_bytes
             and (o.place or not plan.has_pins)
-            and all(
-                choice.chunks in o.chunks
-                and (o.fuse or not choice.fused)
-                and (o.regather or not choice.regather)
-                and (o.stream or not choice.streamed)
-                for choice in chosen
-            )
+            and all(as_tried(choice, o) is choice for choice in chosen)
         )
 
     def _extend_front(self, simulation: Simulation) -> None:

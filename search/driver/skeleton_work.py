@@ -107,8 +107,8 @@ class Sharpener:
     def sharpen(self, known: Known, best: float) -> Sharpened:
         """Sharpen the bound of a skeleton, or enumerate it.
 
-        Gathering inputs again only adds tasks and doubles choices, so without memory it is left
-        out first.
+        What only saves memory adds tasks and multiplies choices, so without memory it is left out
+        first.
 
         Args:
             known: the skeleton and what is known of it.
@@ -117,8 +117,9 @@ class Sharpener:
         work, bound, shared = 0.0, known.bound, None
         left_out = ""
         try:
-            if self._options.regather and np.isfinite(best):
-                lean, _ = self.problem(known, replace(self._options, regather=False))
+            without = self._options.without_savers()
+            if without != self._options and np.isfinite(best):
+                lean, _ = self.problem(known, without)
                 work += work_of(lean)
                 bound, shared = self.without_memory(lean, known, best)
                 if bound >= best:

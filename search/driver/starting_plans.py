@@ -20,7 +20,7 @@ from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options, skeleton_of
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice_options import as_tried
 from stratagem.simulator.simulation.simulation import Simulation
 
 
@@ -98,20 +98,9 @@ def not_chosen_for(plan: Plan, fingerprint: str) -> str:
 
 def _as_options_say(plan: Plan, space: Space) -> Plan:
     """A plan without what the options of the search do not allow."""
-    o = space.options
-
-    def allowed(choice: Choice) -> Choice:
-        chunks = choice.chunks if choice.chunks in o.chunks else 1
-        return replace(
-            choice,
-            chunks=chunks,
-            fused=choice.fused and o.fuse,
-            regather=choice.regather and o.regather,
-            streamed=choice.streamed and o.stream and chunks > 1,
-        )
-
-    choices = {name: allowed(choice) for name, choice in choices_of(plan).items()}
-    return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=space.options)
+    options = space.options
+    choices = {name: as_tried(choice, options) for name, choice in choices_of(plan).items()}
+    return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=options)
 
 
 class KnownStrategies:

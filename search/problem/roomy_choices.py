@@ -1,6 +1,7 @@
 """Choices that only save memory, left out where there is room for everything.
 
-To gather inputs again in backward (`Choice.regather`) adds a conversion and frees a copy. It makes
+To gather inputs again in backward (`Choice.regather`), as an example of what `ChoiceOption.saves`
+says so of, adds a conversion and frees a copy. It makes
 twice as many choices of an operator with weights, four times as many pairs, and is of no use on
 a skeleton on which no plan can be over its memory. That is proved by the plan that no choices
 make: every tensor at the largest that any pair of choices gives it.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -23,10 +23,8 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.operators.operator import shape_of
+from stratagem.simulator.sharding.choice import OPTIONS
 from stratagem.simulator.stage.shared_conversions import OPEN
-
-LEFT_OUT = "gathering inputs again: every plan fits without"
-"""Why choices are left out, as a search's notes have it."""
 
 
 def roomy_problem(
@@ -45,11 +43,17 @@ def roomy_problem(
         make: the problem under some options.
         least: plans from which on choices are left out; fewer are better counted through.
     """
-    if options.regather and may_always_fit(situation, skeleton):
-        problem = make(replace(options, regather=False))
+    without = options.without_savers()
+    if without != options and may_always_fit(situation, skeleton):
+        problem = make(without)
         if problem.num_plans > least and always_fits(problem):
-            return problem, LEFT_OUT
+            return problem, f"{' and '.join(_savers(options))}: every plan fits without"
     return make(options), ""
+
+
+def _savers(options: Options) -> list[str]:
+    """What only saves memory of what a search tries, as its notes have it."""
+    return [each.saves for each in OPTIONS if each.saves and len(each.values(options)) > 1]
 
 
 def may_always_fit(situation: Situation, skeleton: Skeleton) -> bool:

@@ -50,9 +50,9 @@ from stratagem.simulator.plan.plan import Plan, Stage, own_schedule
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import SCHEDULES, schedule_by_name
 from stratagem.simulator.schedules.schedule_record import Sizes
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, TriedOptions
+from stratagem.simulator.sharding.choice_options import asked_of, ways_to_run
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
-from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
 
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
@@ -81,56 +81,41 @@ def distinct_stages(zero_stages: Sequence[int], num_microbatches: int) -> tuple[
     return tuple(stage for stage in zero_stages if stage != 1 or not alike)
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(TriedOptions):
     """What a search may try beside configs and ZeRO stages.
 
     Example:
         >>> Options(chunks=(1, 4), fuse=True).bucket_bytes
         0
 
+    Which options of choices are tried is said as in `TriedOptions`: pieces, fusion and more.
+
     Attributes:
         recompute: policies tried one after the other until a plan fits (see
             `checkpoint_segments`); without ``"none"`` every stage follows one of these.
-        chunks: in how many pieces a matrix product may run, to overlap with its collectives.
-        fuse: whether elementwise work may run inside collectives.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded.
         inputs_first: gradients of weights run beside the conversion of those of inputs (see
             `Plan`).
-        regather: whether layers may keep a shard of their gathered inputs only and gather again
-            in backward (see `Choice`). It is not tried where every plan fits anyway.
         place: whether operators of the best plans are tried on parts of their meshes, where those
             on other parts run at the same time (see `Pin`).
-        stream: whether pieces may be streamed too (see `Choice`), for programs whose collectives
-            wait for parts of a product. Not for the executor: it has none, and runs separate
-            ones, which take longer than predicted.
 
     Raises:
-        ValueError: on an unknown policy, none at all, chunks below 1, a negative size, or where
-            there are no pieces to stream.
+        ValueError: on an unknown policy, none at all, a negative size, or what `TriedOptions`
+            refuse.
     """
 
     recompute: tuple[str, ...] = RECOMPUTE_POLICIES
-    chunks: tuple[int, ...] = (1,)
-    fuse: bool = False
     bucket_bytes: int = 0
     inputs_first: bool = False
-    regather: bool = False
-    stream: bool = False
     place: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for policy in self.recompute:
             check_policy(policy)
         if not self.recompute:
             raise ValueError("recompute lists no policy: give at least one, such as 'none'")
-        if not self.chunks or min(self.chunks) < 1:
-            raise ValueError(f"chunks are {self.chunks}: list whole numbers from 1 up")
-        if self.stream and max(self.chunks) == 1:
-            raise ValueError(
-                f"stream is True, but chunks are {self.chunks}: nothing runs in pieces that could "
-                "be streamed; give chunks such as (1, 2, 4), or stream=False"
-            )
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more")
 
@@ -324,24 +309,17 @@ def operator_choices(
     """Every choice of an operator on a mesh of `shape`, the fully replicated one first.
 
     A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced
-    to `MAX_IMBALANCE`. ZeRO applies where it shards something (`zero_stages_of`), pieces and
-    fusion where `options` allow them and the operator can; `recompute` is the same for all.
+    to `MAX_IMBALANCE`. ZeRO applies where it shards something (`zero_stages_of`), other options
+    where `options` try them and the operator can; `recompute` is the same for all.
     """
-    weights = trainable_weights(graph, operator)
-    fusible = options.fuse and (bool(weights) or fuses_forward(operator))
+    trains = bool(trainable_weights(graph, operator))
+    asked = asked_of(options)
     choices: list[Choice] = []
     for config in _configs(operator, tuple(shape)):
         sizes = local_sizes(operator, config, shape)
-        pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
-        again = options.regather and bool(operator.weights) and not recompute
-        choices += [
-            Choice(config, zero, recompute, chunks, fused, regather, streamed)
-            for zero in zero_stages_of(graph, operator, config, shape, zero_stages)
-            for chunks in pieces or [1]
-            for fused in ((False, True) if fusible else (False,))
-            for regather in ((False, True) if again else (False,))
-            for streamed in ((False, True) if options.stream and chunks > 1 else (False,))
-        ]
+        for zero in zero_stages_of(graph, operator, config, shape, zero_stages):
+            start = Choice(config, zero, recompute)
+            choices += ways_to_run(start, operator, sizes, asked, trains=trains)
     return tuple(choices)
 
 

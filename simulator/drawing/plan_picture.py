@@ -14,7 +14,7 @@ from stratagem.simulator.base.units import format_numbers
 from stratagem.simulator.drawing.svg import COLOURS, GREY, Drawing, shortened, text_width
 from stratagem.simulator.graph.placement import Pin, Placement, Shard
 from stratagem.simulator.plan.plan import Plan, Stage
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import OPTIONS, Choice
 from stratagem.simulator.simulation.plan_in_words import collapse
 
 MAX_NODES = 8
@@ -146,14 +146,7 @@ def _rows(stage: Stage) -> tuple[_Row, ...]:
 
 
 def _remarks(choice: Choice) -> str:
-    words = [
-        f"ZeRO-{choice.zero}" * bool(choice.zero),
-        "recomputed" * choice.recompute,
-        f"{choice.chunks} {'streamed ' * choice.streamed}pieces" * (choice.chunks > 1),
-        "fused" * choice.fused,
-        "regathered" * choice.regather,
-    ]
-    return ", ".join(filter(None, words))
+    return ", ".join(filter(None, (option.remark(choice) for option in OPTIONS)))
 
 
 def _dim_colours(panels: Sequence[_Panel]) -> dict[str, str]:

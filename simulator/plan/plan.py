@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -27,8 +27,8 @@ from stratagem.simulator.schedules.named_schedules import (
     REMEMBERED_SCHEDULES,
     schedule_by_name,
 )
-from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.pieces_and_fusion import check_fusion, check_pieces
+from stratagem.simulator.sharding.choice import USUAL_VALUES, Choice
+from stratagem.simulator.sharding.choice_options import check_choice, options_of
 
 PLAN_FORM = FileForm(version=2, remedy="search again")
 CUSTOM = "custom"
@@ -270,15 +270,13 @@ class Plan(SavedValue):
             choice = stage.choices[operator.name]
             config = choice.config
             check_config(operator, config, stage.mesh.shape)
-            check_pieces(operator, config, stage.mesh.shape, choice.chunks)
-            if choice.fused:
-                check_fusion(operator)
-                if self.is_mirrored and operator.weights:
-                    raise ValueError(
-                        f"plan {self.name!r} fuses the update of operator {operator.name!r} with "
-                        f"its gradient sync, but under {self.schedule} the sum over both homes "
-                        "comes between them: choose fused=False there"
-                    )
+            check_choice(operator, choice, stage.mesh.shape)
+            if choice.fused and self.is_mirrored and operator.weights:
+                raise ValueError(
+                    f"plan {self.name!r} fuses the update of operator {operator.name!r} with "
+                    f"its gradient sync, but under {self.schedule} the sum over both homes "
+                    "comes between them: choose fused=False there"
+                )
             if operator.is_source and any(p != REPLICATE for p in config):
                 raise ValueError(
                     f"source {operator.name!r} must be replicated: every rank computes it in full"
@@ -384,15 +382,15 @@ class Plan(SavedValue):
         return plan
 
 
-@dataclass(frozen=True)
-class _ChoiceFile:
-    config: tuple[str, ...]
-    zero: int = 0
-    recompute: bool = False
-    chunks: int = 1
-    fused: bool = False
-    regather: bool = False
-    streamed: bool = False
+_ChoiceFile = make_dataclass(
+    "_ChoiceFile",
+    [
+        ("config", tuple[str, ...]),
+        *((name, type(usual), usual) for name, usual in USUAL_VALUES.items()),
+    ],
+    frozen=True,
+)
+"""A choice with placements as they are printed: what options there are is said once."""
 
 
 @dataclass(frozen=True)
@@ -400,7 +398,7 @@ class _StageFile:
     axes: tuple[MeshAxis, ...]
     devices: tuple[int, ...]
     operators: tuple[str, ...]
-    choices: dict[str, _ChoiceFile]
+    choices: dict[str, _ChoiceFile]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -423,6 +421,13 @@ class _PlanFile:
     substitutions: tuple[Substituted, ...] = ()
 
 
+_AS_THEY_ARE = tuple(f.name for f in fields(Plan) if f.name != "stages")
+"""What a file has of a plan as it is."""
+
+if {f.name for f in fields(_PlanFile)} != {"version", "stages", *_AS_THEY_ARE}:
+    raise AssertionError("a plan file has every field of a plan")
+
+
 @dataclass(frozen=True)
 class _TrainingGiven:
     training: dict[str, object]
@@ -440,39 +445,19 @@ def _to_file(plan: Plan) -> _PlanFile:
             devices=stage.mesh.devices,
             operators=stage.operators,
             choices={
-                name: _ChoiceFile(
-                    config=tuple(str(p) for p in choice.config),
-                    zero=choice.zero,
-                    recompute=choice.recompute,
-                    chunks=choice.chunks,
-                    fused=choice.fused,
-                    regather=choice.regather,
-                    streamed=choice.streamed,
-                )
+                name: _ChoiceFile(tuple(map(str, choice.config)), *options_of(choice))
                 for name in stage.operators
                 for choice in [stage.choices[name]]
             },
         )
         for stage in plan.stages
     )
-    return _PlanFile(
-        version=PLAN_FORM.version,
-        name=plan.name,
-        model=plan.model,
-        fingerprint=plan.fingerprint,
-        cluster=plan.cluster,
-        training=plan.training,
-        num_microbatches=plan.num_microbatches,
-        schedule=plan.schedule,
-        stages=stages,
-        bucket_bytes=plan.bucket_bytes,
-        seed=plan.seed,
-        prediction=plan.prediction,
-        token_slices=plan.token_slices,
-        orders=plan.orders,
-        inputs_first=plan.inputs_first,
-        substitutions=plan.substitutions,
-    )
+    same = {name: getattr(plan, name) for name in _AS_THEY_ARE}
+    return _PlanFile(version=PLAN_FORM.version, stages=stages, **same)
+
+
+def _choice(file: Any) -> Choice:
+    return Choice(tuple(map(parse_placement, file.config)), *options_of(file))
 
 
 def _from_file(file: _PlanFile) -> Plan:
@@ -480,38 +465,11 @@ def _from_file(file: _PlanFile) -> Plan:
         Stage(
             operators=stage.operators,
             mesh=DeviceMesh(stage.axes, stage.devices),
-            choices={
-                name: Choice(
-                    config=tuple(parse_placement(p) for p in choice.config),
-                    zero=choice.zero,
-                    recompute=choice.recompute,
-                    chunks=choice.chunks,
-                    fused=choice.fused,
-                    regather=choice.regather,
-                    streamed=choice.streamed,
-                )
-                for name, choice in stage.choices.items()
-            },
+            choices={name: _choice(choice) for name, choice in stage.choices.items()},
         )
         for stage in file.stages
     )
-    return Plan(
-        name=file.name,
-        model=file.model,
-        fingerprint=file.fingerprint,
-        cluster=file.cluster,
-        training=file.training,
-        stages=stages,
-        num_microbatches=file.num_microbatches,
-        schedule=file.schedule,
-        bucket_bytes=file.bucket_bytes,
-        seed=file.seed,
-        prediction=file.prediction,
-        token_slices=file.token_slices,
-        orders=file.orders,
-        inputs_first=file.inputs_first,
-        substitutions=file.substitutions,
-    )
+    return Plan(stages=stages, **{name: getattr(file, name) for name in _AS_THEY_ARE})
 
 
 def own_schedule(

@@ -15,7 +15,7 @@ from stratagem.simulator.graph.token_slices import (
 from stratagem.simulator.operators.operator import Operator, factors
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.pieces_and_fusion import check_pieces
+from stratagem.simulator.sharding.choice_options import check_choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +48,7 @@ def sliced_plan(plan: Plan, graph: OperatorGraph) -> SlicedPlan:
         for stage in plan.stages:
             for name in stage.operators:
                 chosen = stage.choices[name]
-                if chosen.chunks > 1:
-                    operator = each.graph.operator(name)
-                    check_pieces(operator, chosen.config, stage.mesh.shape, chosen.chunks)
+                check_choice(each.graph.operator(name), chosen, stage.mesh.shape)
     return SlicedPlan(replace(plan, stages=stages), slices)
 
 

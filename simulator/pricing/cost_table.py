@@ -63,16 +63,13 @@ from stratagem.simulator.pricing.repeated_layers import sparing_repeat
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.pricing.tied_rows import tie_row
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice_options import shares_conversion
 from stratagem.simulator.sharding.parameter_homes import (
     makes_input_gradients,
     trainable_weights,
     use_of,
 )
-from stratagem.simulator.sharding.pieces_and_fusion import (
-    fuses_forward,
-    piece_dim,
-    shares_conversion,
-)
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
 from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 
 Derived = TypeVar("Derived")

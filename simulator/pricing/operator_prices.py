@@ -48,7 +48,8 @@ from stratagem.simulator.pricing.cost_rows import (
     timed_rows,
     to_ns,
 )
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, Touches
+from stratagem.simulator.sharding.choice_options import priced_by
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
     Residence,
@@ -68,6 +69,10 @@ IDLE: Priced = (0.0, 0)
 
 _MUON = "bfloat16"
 """In which Muon multiplies matrices."""
+
+_PASSED_BY, _MOVED_BY, _KEPT_BY = map(
+    priced_by, (Touches.PASSES, Touches.PARAMETERS, Touches.STATE)
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +108,15 @@ class OperatorPricer:
         """
         operator = self.graph.operators[i]
         # ZeRO changes nothing about passes, recompute and pieces nothing about parameters.
-        passed = {_pass_key(choice): choice for choice in reversed(choices)}
-        placed = {_home_key(choice): choice for choice in reversed(choices)}
+        passed = {_PASSED_BY(choice): choice for choice in reversed(choices)}
+        placed = {_MOVED_BY(choice): choice for choice in reversed(choices)}
         passing = {key: self._passes(i, choice) for key, choice in passed.items()}
         moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
-        passes = [passing[_pass_key(choice)] for choice in choices]
-        moved = [moving[_home_key(choice)] for choice in choices]
-        kept = {(choice.config, choice.zero): choice for choice in choices}
+        passes = [passing[_PASSED_BY(choice)] for choice in choices]
+        moved = [moving[_MOVED_BY(choice)] for choice in choices]
+        kept = {_KEPT_BY(choice): choice for choice in choices}
         keeping = {key: self._footprint(operator, uses, c) for key, c in kept.items()}
-        footprints = [keeping[choice.config, choice.zero] for choice in choices]
+        footprints = [keeping[_KEPT_BY(choice)] for choice in choices]
         again = [runs_again and choice.recompute for choice in choices]
         both = list(zip(passes, moved, choices, strict=True))
         there = [self._launch(i, choice, Direction.FORWARD) for choice in choices]
@@ -534,16 +539,6 @@ def _copied(seconds: float) -> Priced:
 
 def _pass_seconds(passes: _Passes, choice: Choice) -> float:
     return choice.chunks * (passes.forward[0] + passes.backward[0]) + passes.recompute[0]
-
-
-def _pass_key(choice: Choice) -> tuple[object, ...]:
-    """What the passes of an operator depend on."""
-    return choice.config, choice.recompute, choice.chunks, choice.streamed, choice.fused
-
-
-def _home_key(choice: Choice) -> tuple[object, ...]:
-    """What moving its parameters depends on."""
-    return choice.config, choice.zero, choice.fused
 
 
 def _add(total: Priced, more: Priced) -> Priced:

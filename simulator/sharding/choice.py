@@ -1,10 +1,25 @@
-"""What a plan decides about one operator."""
+"""What a plan decides about one operator, and all there is to say of each of these options.
+
+`Choice` has a field for each option, and `OPTIONS` a record of the same name. What a search tries,
+what prices are remembered by, single moves of chains, plan files, pictures, sentences and the
+command line go over the records.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Flag, auto
+from typing import Any, Self
 
 from stratagem.simulator.graph.placement import Config
+from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.sharding.pieces_and_fusion import (
+    check_fusion,
+    check_pieces,
+    fuses_forward,
+    piece_dim,
+)
 
 
 @dataclass(frozen=True)
@@ -12,7 +27,7 @@ class Choice:
     """What a strategy decides for one operator.
 
     Example:
-        >>> Choice((REPLICATE,), zero=1, chunks=4).fused
+        >>> Choice((), zero=1, chunks=4).fused
         False
 
     Attributes:
@@ -70,3 +85,217 @@ class Choice:
             (4, 1)
         """
         return 1 if self.streamed else self.chunks
+
+
+class Touches(Flag):
+    """What of an operator's price depends on an option: of equal ones one is priced."""
+
+    NOTHING = 0
+    PASSES = auto()
+    """Its own passes, forward, backward and again."""
+    PARAMETERS = auto()
+    """Moving, adding up and updating its parameters."""
+    STATE = auto()
+    """Bytes of parameters, gradients and optimizer state, and of what it makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedOptions:
+    """Which options of choices a search tries.
+
+    Example:
+        >>> TriedOptions(chunks=(1, 4), regather=True).without_savers()
+        TriedOptions(chunks=(1, 4), fuse=False, regather=False, stream=False)
+
+    Attributes:
+        chunks: in how many pieces a matrix product may run, to overlap with its collectives.
+        fuse: whether elementwise work may run inside collectives.
+        regather: whether layers may keep a shard of their gathered inputs only and gather again
+            in backward (see `Choice`). It is not tried where every plan fits anyway.
+        stream: whether pieces may be streamed too (see `Choice`), for programs whose collectives
+            wait for parts of a product. Not for the executor: it has none, and runs separate
+            ones, which take longer than predicted.
+
+    Raises:
+        ValueError: on chunks below 1, or where there are no pieces to stream.
+    """
+
+    chunks: tuple[int, ...] = (1,)
+    fuse: bool = False
+    regather: bool = False
+    stream: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.chunks or min(self.chunks) < 1:
+            raise ValueError(f"chunks are {self.chunks}: list whole numbers from 1 up")
+        if self.stream and max(self.chunks) == 1:
+            raise ValueError(
+                f"stream is True, but chunks are {self.chunks}: nothing runs in pieces that could "
+                "be streamed; give chunks such as (1, 2, 4), or stream=False"
+            )
+
+    def touching(self, part: Touches) -> Self:
+        """The same without options that a part of an operator's price does not depend on."""
+        return self._without(option for option in OPTIONS if not option.touches & part)
+
+    def without_savers(self) -> Self:
+        """The same without options that do nothing but save memory."""
+        return self._without(option for option in OPTIONS if option.saves)
+
+    def _without(self, options: Iterable[ChoiceOption]) -> Self:
+        names = [option.tried_by for option in options if option.tried_by]
+        return replace(self, **{name: USUAL_TRIES[name] for name in names})
+
+
+May = Callable[[Operator, Mapping[str, int], bool, Choice, Any], bool]
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+def _unchecked(operator: Operator, choice: Choice, shape: Sequence[int]) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOption:
+    """One option of a choice.
+
+    Example:
+        >>> option_named("chunks").values(TriedOptions(chunks=(1, 4)))
+        (1, 4)
+
+    Attributes:
+        name: the field of `Choice` that has it.
+        touches: what of an operator's price depends on it; a conversion may depend on any.
+        phrase: what a choice that has it does to an operator, in a sentence; empty for nothing.
+        remark: the same in a picture, in a word or two.
+        tried_by: the field of `TriedOptions` by which a search tries it; empty where something
+            else decides it, as a stage of ZeRO or a policy of recomputing.
+        help: what the command line says of that.
+        part_of: the option that it is a detail of: it is at its usual value where that is, and
+            moves of one part of a choice change both.
+        may: whether an operator, with the sizes of its shard, may have a value that is not the
+            usual one: whether it has parameters to train, the choice without, and the value.
+        check: refuses a choice of a plan on a mesh of some shape.
+        saves: what it does, if that adds work and saves memory, and nothing else: a search leaves
+            it out where every plan fits without, and bounds without memory hold with it.
+    """
+
+    name: str
+    touches: Touches
+    phrase: Callable[[Operator, Choice], str]
+    remark: Callable[[Choice], str]
+    tried_by: str = ""
+    help: str = ""
+    part_of: str = ""
+    may: May = _always
+    check: Callable[[Operator, Choice, Sequence[int]], None] = _unchecked
+    saves: str = ""
+
+    @property
+    def usual(self) -> Any:
+        """Its value where nothing is said of it."""
+        return USUAL_VALUES[self.name]
+
+    def values(self, tried: TriedOptions) -> tuple[Any, ...]:
+        """The values that a search tries, in its order."""
+        asked = getattr(tried, self.tried_by) if self.tried_by else False
+        if isinstance(asked, tuple):
+            return asked
+        return (False, True) if asked else (self.usual,)
+
+    def allows(self, tried: TriedOptions, value: Any) -> bool:
+        """Whether a plan of a search may have a value: a usual one, or one that is tried."""
+        return not self.tried_by or value == self.usual or value in self.values(tried)
+
+
+_SHARDED = {
+    1: "optimizer state in parts (ZeRO-1)",
+    2: "gradients and optimizer state in parts (ZeRO-2)",
+    3: "parameters, gradients and optimizer state in parts (ZeRO-3)",
+}
+
+
+def _pieces(choice: Choice) -> str:
+    return f"{choice.chunks} {'streamed ' * choice.streamed}pieces" * (choice.chunks > 1)
+
+
+OPTIONS = (
+    ChoiceOption(
+        name="zero",
+        touches=Touches.PARAMETERS | Touches.STATE,
+        phrase=lambda operator, choice: _SHARDED.get(choice.zero, "") if operator.weights else "",
+        remark=lambda choice: f"ZeRO-{choice.zero}" * bool(choice.zero),
+    ),
+    ChoiceOption(
+        name="recompute",
+        touches=Touches.PASSES,
+        phrase=lambda _, choice: "computed again in backward" * choice.recompute,
+        remark=lambda choice: "recomputed" * choice.recompute,
+    ),
+    ChoiceOption(
+        name="chunks",
+        touches=Touches.PASSES,
+        phrase=lambda _, choice: (
+            f"in {_pieces(choice)} that overlap with their conversions"
+            if choice.chunks > 1
+            else ""
+        ),
+        remark=_pieces,
+        tried_by="chunks",
+        help="pieces that a product may run in beside its collectives; repeatable",
+        may=lambda operator, sizes, _, __, value: piece_dim(operator, sizes, value) is not None,
+        check=lambda operator, choice, shape: check_pieces(
+            operator, choice.config, shape, choice.chunks
+        ),
+    ),
+    ChoiceOption(
+        name="fused",
+        touches=Touches.PASSES | Touches.PARAMETERS,
+        phrase=lambda operator, choice: (
+            ("its update in the gradient sync" if operator.weights else "in its collective")
+            * choice.fused
+        ),
+        remark=lambda choice: "fused" * choice.fused,
+        tried_by="fuse",
+        help="let elementwise work run inside collectives",
+        may=lambda operator, _, trains, *__: trains or fuses_forward(operator),
+        check=lambda operator, choice, _: check_fusion(operator) if choice.fused else None,
+    ),
+    ChoiceOption(
+        name="regather",
+        touches=Touches.NOTHING,
+        phrase=lambda _, choice: "its inputs converted again in backward" * choice.regather,
+        remark=lambda choice: "regathered" * choice.regather,
+        tried_by="regather",
+        help="let layers keep a shard of gathered inputs, and gather them again in backward",
+        may=lambda operator, _, __, choice, ___: bool(operator.weights) and not choice.recompute,
+        saves="gathering inputs again",
+    ),
+    ChoiceOption(
+        name="streamed",
+        touches=Touches.PASSES,
+        phrase=lambda _, __: "",
+        remark=lambda _: "",
+        tried_by="stream",
+        help="let pieces be parts of one product that one collective waits for, which the "
+        "executor does not have",
+        part_of="chunks",
+    ),
+)
+"""In the order in which searches try them; a detail follows what it is a detail of."""
+
+USUAL_VALUES: dict[str, Any] = {f.name: f.default for f in fields(Choice) if f.name != "config"}
+"""What each option is where nothing is said of it."""
+
+USUAL_TRIES: dict[str, Any] = {f.name: f.default for f in fields(TriedOptions)}
+
+if [option.name for option in OPTIONS] != list(USUAL_VALUES):
+    raise AssertionError("each option of a choice has a record, in the order of its fields")
+
+
+def option_named(name: str) -> ChoiceOption:
+    """The record of an option, by its field of `Choice`."""
+    return next(option for option in OPTIONS if option.name == name)

@@ -35,15 +35,11 @@ its gradients of inputs and of weights (apart with `inputs_first`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from stratagem.simulator.graph.placement import Config, local_sizes
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
 from stratagem.simulator.operators.operator import DimKind, Operator, factors
-
-if TYPE_CHECKING:
-    from stratagem.simulator.sharding.choice import Choice
 
 
 def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str | None:
@@ -69,14 +65,6 @@ def fuses_forward(operator: Operator) -> bool:
     return (
         role_of(operator) is OperatorRole.CHAIN and not operator.weights and bool(operator.inputs)
     )
-
-
-def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:
-    """Whether an operator may read a copy that another one reads too (see `shared_conversions`).
-
-    What it reads in pieces, or inside a conversion, is its own.
-    """
-    return choice.chunks == 1 and not (choice.fused and slot == 0 and fuses_forward(operator))
 
 
 def check_pieces(operator: Operator, config: Config, shape: Sequence[int], chunks: int) -> None:

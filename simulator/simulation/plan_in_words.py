@@ -17,7 +17,7 @@ from stratagem.simulator.operators.kinds.norms import LOCAL
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.schedules.named_schedules import record_of
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import OPTIONS, Choice
 from stratagem.simulator.simulation.device_memory import DeviceMemory
 from stratagem.simulator.simulation.idle_devices import vain_devices
 from stratagem.simulator.simulation.simulation import Simulation
@@ -29,11 +29,6 @@ MAX_GROUPS = 12
 """How many groups of equally treated operators are listed for a stage."""
 MAX_NAMES = 6
 """Names of operators that a line lists; it counts the others."""
-_ZERO = {
-    1: "optimizer state in parts (ZeRO-1)",
-    2: "gradients and optimizer state in parts (ZeRO-2)",
-    3: "parameters, gradients and optimizer state in parts (ZeRO-3)",
-}
 
 
 @dataclass(frozen=True)
@@ -261,19 +256,7 @@ def choice_phrase(operator: Operator, choice: Choice, shape: tuple[int, ...]) ->
         words.append(f"{'samples' if sample else name} split {count} ways")
     if copies > 1:
         words.append(f"each part on {copies} devices" if split else f"whole on {copies} devices")
-    if operator.weights and choice.zero:
-        words.append(_ZERO[choice.zero])
-    if choice.chunks > 1:
-        pieces = f"{choice.chunks} {'streamed ' * choice.streamed}pieces"
-        words.append(f"in {pieces} that overlap with their conversions")
-    if choice.fused:
-        words.append(
-            "its update in the gradient sync" if operator.weights else "in its collective"
-        )
-    if choice.recompute:
-        words.append("computed again in backward")
-    if choice.regather:
-        words.append("its inputs converted again in backward")
+    words += filter(None, (option.phrase(operator, choice) for option in OPTIONS))
     return ", ".join(words) or "whole"
 
 

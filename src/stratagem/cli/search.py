@@ -35,6 +35,7 @@ from stratagem.cli.shared.options import (
 )
 from stratagem.cli.shared.rich_tables import result_table, strategy_table
 from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
+from stratagem.cli.shared.tried_options import takes_tried_options
 from stratagem.face import verbs
 from stratagem.searcher.driver.result import FITTING, Budget, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
@@ -48,6 +49,7 @@ from stratagem.simulator.hardware.headroom import MEASURED
 from stratagem.simulator.plan.plan import Plan
 
 
+@takes_tried_options(behind="recompute")
 def search(
     model: Model,
     cluster: ClusterName,
@@ -67,24 +69,9 @@ def search(
         ),
     ] = None,
     recompute: Recompute = None,
-    chunks: Annotated[
-        list[int] | None,
-        typer.Option(help="pieces that a product may run in beside its collectives; repeatable"),
-    ] = None,
-    stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream",
-            help="let pieces be parts of one product that one collective waits for, which the "
-            "executor does not have",
-        ),
-    ] = False,
     on_parts: Annotated[
         bool,
         typer.Option("--place", help="try operators on parts of the meshes of the best plans"),
-    ] = False,
-    fuse: Annotated[
-        bool, typer.Option("--fuse", help="let elementwise work run inside collectives")
     ] = False,
     bucket_mib: Annotated[
         float, typer.Option(help="reduce gradients in buckets of at least so many MiB")
@@ -157,6 +144,8 @@ def search(
         typer.Option("--report", help="page to write (.html), with all that was found"),
     ] = None,
     as_json: AsJson = False,
+    *,
+    tried: dict[str, Any],
 ) -> None:
     """Find a plan for a model on a cluster.
 
@@ -175,11 +164,9 @@ def search(
     costs = costs_for(graph, place, training, measure)
     options = Options(
         recompute=tuple(recompute or RECOMPUTE_POLICIES),
-        chunks=tuple(sorted({1, *(chunks or ())})),
-        fuse=fuse,
-        stream=stream,
         place=on_parts,
         bucket_bytes=round(bucket_mib * 2**20),
+        **tried,
     )
     constraints = Constraints(
         max_tensor=tensor,

@@ -1,4 +1,4 @@
-"""Streamed pieces in a search: only where asked for, under the bounds, and never to its harm."""
+"""Streamed pieces, and other options, in a search: only where asked for, and under the bounds."""
 
 from __future__ import annotations
 
@@ -95,3 +95,22 @@ def test_a_plan_to_start_from_does_not_bring_it_in() -> None:
     assert result.notes["the plan to start from"] == "taken with the options of the search"
     kept = found(cluster, OPTIONS, start)
     assert kept.simulation.step_time <= sg.simulate(start, GRAPH).step_time * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("has", [Choice((), chunks=4), Choice((), fused=True)], ids=str)
+def test_a_plan_to_start_from_brings_in_no_option_that_is_not_tried(has: Choice) -> None:
+    """Bounds hold of what a search tries: a plan that does more may be below them."""
+    cluster = linked(20.0, 0.0)
+    begun = found(cluster, Options()).plan
+    (stage,) = begun.stages
+    choices = {
+        name: replace(choice, chunks=has.chunks, fused=has.fused)
+        if GRAPH.operator(name).weights
+        else choice
+        for name, choice in stage.choices.items()
+    }
+    start = replace(begun, stages=(replace(stage, choices=choices),))
+    result = found(cluster, Options(), start)
+    plain = [choice for stage in result.plan.stages for choice in stage.choices.values()]
+    assert all(choice.chunks == 1 and not choice.fused for choice in plain)
+    assert result.notes["the plan to start from"] == "taken with the options of the search"
