@@ -33,10 +33,11 @@ from stratagem.simulator.simulation.plan_in_words import choice_phrase
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 MESH = DeviceMesh((MeshAxis("data", 2), MeshAxis("tensor", 2)), (0, 1, 2, 3))
-ALL = Options(chunks=(1, 2), fuse=True, regather=True, stream=True)
+EACH = {o.tried_by: (1, 2) if o.usual == 1 else True for o in OPTIONS}
+ALL = Options(**{name: tried for name, tried in EACH.items() if name})
 SOME = (
     Options(),
-    ALL,
+    Options(chunks=(1, 2), fuse=True, regather=True, stream=True),
     Options(chunks=(4, 2), regather=True),
     Options(fuse=True),
     Options(chunks=(1, 3, 2), stream=True),
