@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from stratagem.searcher.space.choices import Choices
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
@@ -54,6 +55,21 @@ def sharding_samples(
     return _with_zero(graph, operator, _sample_config(operator, shape, ()), zero)
 
 
+AxisRule = Callable[[OperatorGraph, int], Mapping[str, Placement]]
+"""What an axis of so many ways does to operators, by name; others are data parallel there."""
+
+NO_RULES: Mapping[int, AxisRule] = MappingProxyType({})
+
+
+def sharing_experts(graph: OperatorGraph, ways: int) -> dict[str, Placement]:
+    """Experts are shared out: what runs for each of them has its share.
+
+    Samples are shared out everywhere else, so tokens change devices by all-to-all (Lepikhin et al.
+    2020, arXiv 2006.16668).
+    """
+    return {name: Shard(dim) for name, dim in expert_dims(graph).items()}
+
+
 def tensor_parallel(
     graph: OperatorGraph,
     shape: Sequence[int],
@@ -62,7 +78,8 @@ def tensor_parallel(
     sequence_parallel: bool = False,
     regather: bool = False,
     zero: int = 0,
-    expert_axis: int | None = None,
+    along: Mapping[int, AxisRule] = NO_RULES,
+    inside_experts: bool = False,
 ) -> Choices:
     """Megatron-LM: tensor parallelism along `axis`, data parallelism along the others.
 
@@ -71,18 +88,17 @@ def tensor_parallel(
     `regather` layers keep of their gathered inputs the shard only, as Megatron-LM does, and gather
     again in backward.
 
-    Along an `expert_axis` data parallelism shares out experts too (Lepikhin et al. 2020, arXiv
-    2006.16668): samples everywhere else, so tokens change devices by all-to-all. Tensor
-    parallelism then cuts inside every expert.
+    `along` has what other axes do, by axis: operators that its rule says nothing of are data
+    parallel there. With `inside_experts` tensor parallelism cuts inside every expert.
     """
-    sharded = tensor_dims(graph, shape[axis], inside_experts=expert_axis is not None)
-    experts = {} if expert_axis is None else expert_dims(graph)
+    sharded = tensor_dims(graph, shape[axis], inside_experts=inside_experts)
+    ruled = {k: rule(graph, shape[k]) for k, rule in along.items()}
     choices: Choices = {}
     for operator in graph.operators:
-        config = list(_sample_config(operator, shape, (axis,)))
-        if expert_axis is not None and operator.name in experts:
-            config = list(_sample_config(operator, shape, (axis, expert_axis)))
-            config[expert_axis] = Shard(experts[operator.name])
+        placed = {k: by[operator.name] for k, by in ruled.items() if operator.name in by}
+        config = list(_sample_config(operator, shape, (axis, *placed)))
+        for k, placement in placed.items():
+            config[k] = placement
         if operator.name in sharded:
             config[axis] = Shard(sharded[operator.name])
         elif sequence_parallel and not operator.is_source:

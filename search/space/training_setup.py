@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stratagem.searcher.space.stage_cuts import balanced_stages, layer_stages
 from stratagem.searcher.space.strategies import (
+    AxisRule,
     expert_dims,
     expert_ways,
+    sharing_experts,
     tensor_dims,
     tensor_parallel,
     warn_of_whole,
@@ -99,7 +102,7 @@ class TrainingSetup:
     partition: str = "layers"
 
     def __post_init__(self) -> None:
-        for name in ("microbatch", "tensor", "pipeline", "virtual_stages", "expert"):
+        for name in ("microbatch", "virtual_stages", *(degree.name for degree in DEGREES)):
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")
         if self.virtual_stages > 1 and not with_rounds(self.schedule, self.virtual_stages):
@@ -135,13 +138,19 @@ class TrainingSetup:
         Raises:
             ValueError: the devices are no multiple of tensor × pipeline ways.
         """
-        ways = self.tensor * self.pipeline
+        ways = math.prod(degree.ways(self) for degree in DEGREES if not degree.of_data)
         if cluster.num_devices % ways:
             raise ValueError(
-                f"{self.tensor} tensor × {self.pipeline} pipeline ways are {ways} devices, which "
-                f"do not divide the {cluster.num_devices} of cluster {cluster.name!r}"
+                f"{self._beside_data} are {ways} devices, which do not divide the "
+                f"{cluster.num_devices} of cluster {cluster.name!r}"
             )
         return cluster.num_devices // ways
+
+    @property
+    def _beside_data(self) -> str:
+        """The ways that data parallelism leaves, in words."""
+        told = [d for d in DEGREES if not d.of_data and (d.always or d.ways(self) > 1)]
+        return f"{' × '.join(f'{d.ways(self)} {d.name}' for d in told)} ways"
 
     def num_microbatches(self, graph: OperatorGraph, cluster: Cluster) -> int:
         """Microbatches of a step.
@@ -209,40 +218,17 @@ class TrainingSetup:
         data = self.data(cluster)
         if self.zero and data == 1:
             raise ValueError(
-                f"ZeRO-{self.zero} has nothing to shard over: {self.tensor} tensor × "
-                f"{self.pipeline} pipeline ways leave 1 data-parallel way of the "
-                f"{cluster.num_devices} devices; take fewer of those ways, or zero=0"
+                f"ZeRO-{self.zero} has nothing to shard over: {self._beside_data} leave 1 "
+                f"data-parallel way of the {cluster.num_devices} devices; take fewer of those "
+                "ways, or zero=0"
             )
-        if self.tensor > 1 and not tensor_dims(graph, self.tensor, inside_experts=self.expert > 1):
-            raise ValueError(
-                f"no operator of {graph.name!r} can be cut {self.tensor} tensor-parallel ways; "
-                "take fewer, or tensor=1"
-            )
-        if self.expert > 1:
-            self._check_experts(graph, data)
-
-    def _check_experts(self, graph: OperatorGraph, data: int) -> None:
-        if data % self.expert:
-            raise ValueError(
-                f"{self.expert} expert-parallel ways do not divide the {data} data-parallel ways; "
-                "take a divisor of those"
-            )
-        experts = expert_dims(graph)
-        if not experts:
-            raise ValueError(
-                f"expert is {self.expert}, but {graph.name!r} has no experts; take expert=1"
-            )
-        possible = expert_ways(graph, data)
-        if self.expert not in possible:
-            name, dim = next(iter(experts.items()))
-            raise ValueError(
-                f"the {graph.operator(name).dim(dim).size} experts of {name!r} cannot be shared "
-                f"out {self.expert} ways without a device that has none; take one of {possible}"
-            )
+        for degree in DEGREES:
+            if degree.ways(self) > 1:
+                degree.check(self, graph, data)
 
     def describe(self) -> str:
         """The degrees in a few words: ``tensor 8, pipeline 4, microbatch 2, ZeRO-1``."""
-        words = [f"tensor {self.tensor}", f"pipeline {self.pipeline}"]
+        words = [f"{d.name} {d.ways(self)}" for d in DEGREES if d.always]
         if self.virtual_stages > 1:
             words.append(f"{self.virtual_stages} stages a rank")
         words.append(f"microbatch {self.microbatch}")
@@ -250,8 +236,7 @@ class TrainingSetup:
             words.append(f"ZeRO-{self.zero}")
         if self.recompute != "none":
             words.append(f"{self.recompute} recompute")
-        if self.expert > 1:
-            words.append(f"expert {self.expert}")
+        words += [f"{d.name} {d.ways(self)}" for d in DEGREES if not d.always and d.ways(self) > 1]
         if self.sequence_parallel:
             words.append("sequence parallel")
         if self.bucket_bytes:
@@ -267,7 +252,8 @@ class TrainingSetup:
             sequence_parallel=self.sequence_parallel,
             regather=self.sequence_parallel,
             zero=self.zero,
-            expert_axis=1 if self.expert > 1 else None,
+            along={k: d.rule for k, d in enumerate(self._degrees_along, 1) if d.rule is not None},
+            inside_experts=self.expert > 1,
         )
         return with_recompute(graph, choices, self.recompute)
 
@@ -275,12 +261,17 @@ class TrainingSetup:
         """The axes of each stage's mesh for so many data-parallel ways: data, expert, tensor.
 
         Data-parallel ranks that have the same experts are along the first; the second is there
-        where experts are shared out.
+        where experts are shared out, as is that of any degree but `tensor`.
         """
-        tensor = MeshAxis("tensor", self.tensor)
-        if self.expert == 1:
-            return MeshAxis("data", data), tensor
-        return MeshAxis("data", data // self.expert), MeshAxis("expert", self.expert), tensor
+        alike = data // math.prod(degree.ways(self) for degree in DEGREES if degree.of_data)
+        along = (MeshAxis(degree.name, degree.ways(self)) for degree in self._degrees_along)
+        return MeshAxis("data", alike), *along
+
+    @property
+    def _degrees_along(self) -> list[ParallelDegree]:
+        """The degrees of a mesh's axes behind the first; the last is `tensor`."""
+        inside = [degree for degree in DEGREES if degree.inside_stages]
+        return [degree for degree in reversed(inside) if degree.always or degree.ways(self) > 1]
 
     def stages(self, graph: OperatorGraph, cluster: Cluster) -> tuple[tuple[str, ...], ...]:
         """The operators of each stage, by name, as `partition` deals them out."""
@@ -288,6 +279,74 @@ class TrainingSetup:
         if self.partition == "time":
             return balanced_stages(graph, cluster, count, training=self.training)
         return layer_stages(graph, count, self.partition)
+
+
+def _check_tensor(setup: TrainingSetup, graph: OperatorGraph, data: int) -> None:
+    if not tensor_dims(graph, setup.tensor, inside_experts=setup.expert > 1):
+        raise ValueError(
+            f"no operator of {graph.name!r} can be cut {setup.tensor} tensor-parallel ways; "
+            "take fewer, or tensor=1"
+        )
+
+
+def _check_experts(setup: TrainingSetup, graph: OperatorGraph, data: int) -> None:
+    if data % setup.expert:
+        raise ValueError(
+            f"{setup.expert} expert-parallel ways do not divide the {data} data-parallel ways; "
+            "take a divisor of those"
+        )
+    experts = expert_dims(graph)
+    if not experts:
+        raise ValueError(
+            f"expert is {setup.expert}, but {graph.name!r} has no experts; take expert=1"
+        )
+    possible = expert_ways(graph, data)
+    if setup.expert not in possible:
+        name, dim = next(iter(experts.items()))
+        raise ValueError(
+            f"the {graph.operator(name).dim(dim).size} experts of {name!r} cannot be shared "
+            f"out {setup.expert} ways without a device that has none; take one of {possible}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDegree:
+    """A way to share out a step's work beside data parallelism: into how many parts.
+
+    Example:
+        >>> [degree.name for degree in DEGREES if degree.inside_stages]
+        ['tensor', 'expert']
+
+    Attributes:
+        name: of the field of `TrainingSetup` that has it, of a mesh's axis, and in words.
+        check: refuses ways, above one, that a model cannot have, or not over the data-parallel
+            ranks that there are.
+        rule: what its axis does to operators; None for stages, which have no axis, and for tensor
+            parallelism, which follows chains of dims and is along the last axis.
+        inside_stages: whether a stage's mesh has an axis for it.
+        of_data: whether it divides data-parallel ranks, not the devices beside them.
+        always: whether words, and meshes that have an axis for it, have it with one way, too.
+    """
+
+    name: str
+    check: Callable[[TrainingSetup, OperatorGraph, int], None] = lambda *_: None
+    rule: AxisRule | None = None
+    inside_stages: bool = True
+    of_data: bool = False
+    always: bool = False
+
+    def ways(self, setup: TrainingSetup) -> int:
+        """Into how many parts a setup has it."""
+        ways: int = getattr(setup, self.name)
+        return ways
+
+
+DEGREES = (
+    ParallelDegree(name="tensor", check=_check_tensor, always=True),
+    ParallelDegree(name="pipeline", inside_stages=False, always=True),
+    ParallelDegree(name="expert", check=_check_experts, rule=sharing_experts, of_data=True),
+)
+"""Axes of meshes are in the opposite order, behind that of data parallelism."""
 
 
 ALL_AT_ONCE = 2**62

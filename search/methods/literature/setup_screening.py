@@ -12,6 +12,7 @@ give, for each setup,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -213,16 +214,7 @@ class Rates:
         graph = self.situation.graph
         alone = graph.batch // setup.microbatch in graph.microbatch_counts
         ways = data if setup.expert > 1 or not alone else 1
-        key = (
-            setup.tensor,
-            ways,
-            setup.microbatch,
-            setup.zero,
-            setup.recompute,
-            setup.sequence_parallel,
-            setup.expert,
-            setup.inputs_first,
-        )
+        key = ways, _within_stages(setup)
         if key not in self._layers:
             self._layers[key] = self._price(setup, ways)
         return self._layers[key]
@@ -230,7 +222,8 @@ class Rates:
     def _price(self, setup: TrainingSetup, data: int) -> _Layers:
         s = self.situation
         graph = self._short.graph.microbatch(s.graph.batch // (setup.microbatch * data))
-        mesh = DeviceMesh(setup.axes(data), tuple(range(data * setup.tensor)))
+        axes = setup.axes(data)
+        mesh = DeviceMesh(axes, tuple(range(math.prod(axis.size for axis in axes))))
         choices = with_recompute(graph, self._strategy(setup, graph, mesh.shape), setup.recompute)
         # Only what a microbatch takes and leaves is asked, which no schedule changes.
         stage = Pipeline((graph.names,), (mesh,), one_f_one_b(1, 1), s.cluster, s.training)
@@ -262,7 +255,10 @@ class Rates:
         self, setup: TrainingSetup, graph: OperatorGraph, shape: tuple[int, ...]
     ) -> Choices:
         """The choices of a setup without recompute; microbatches of any size have the same."""
-        key = shape, setup.zero, setup.sequence_parallel, setup.expert
+        key = (
+            shape,
+            replace(_within_stages(setup), microbatch=1, recompute="none", inputs_first=False),
+        )
         if key not in self._strategies:
             self._strategies[key] = replace(setup, recompute="none").strategy(graph, shape)
         return self._strategies[key]
@@ -280,6 +276,19 @@ class Rates:
         return np.array(
             [collective_time(Collective.ALL_REDUCE, round(n), data, link) for n in nbytes]
         )
+
+
+def _within_stages(setup: TrainingSetup) -> TrainingSetup:
+    """A setup without what changes nothing about a layer: of equal ones one is priced."""
+    return replace(
+        setup,
+        pipeline=1,
+        virtual_stages=1,
+        schedule="1f1b",
+        overlap_gradients=True,
+        bucket_bytes=0,
+        partition="layers",
+    )
 
 
 def _capacity(situation: Situation) -> int:
