@@ -55,6 +55,7 @@ class PipelineWork:
         self, models: MicrobatchModels, options: Options, policies: Sequence[str]
     ) -> None:
         self._models, self._policies = models, policies
+        self._knows_no_path = options.place and options.inputs_first
         self._asked = asked_of(options.touching(Touches.PASSES))
         self._known: dict[Any, float] = {}
         self._made: dict[int, list[TableBuilder]] = {}
@@ -142,7 +143,7 @@ class PipelineWork:
         With operators on parts of a mesh, what makes the gradient of an input need not wait for
         that of parameters where it is made apart: then nothing is known.
         """
-        if self._options.place and self._options.inputs_first:
+        if self._knows_no_path:
             return 0.0
         if ("path", parts) not in self._known:
             model, most = self._models[parts], self._models.situation.cluster.num_devices
