@@ -62,11 +62,11 @@ def _is_public(name: str) -> bool:
 SYSTEMS = (
     System(
         "FlexFlow (Jia et al. 2019)",
-        "splits each operator along samples, attributes and parameters, by random proposals that "
-        "a delta simulator judges",
+        "places operators on devices and splits each along samples, attributes and parameters, by "
+        "random proposals that a delta simulator judges",
         methods=("FlexFlow",),
-        names=("sg.search", "sg.Choice.config"),
-        lacks="operators on parts of a mesh are simulated and run, but no search chooses them",
+        names=("sg.search", "sg.Options", "sg.Choice.config"),
+        lacks="plans with operators on parts of a mesh are simulated anew, not by what changes",
     ),
     System(
         "Unity (Unger et al. 2022)",
