@@ -24,6 +24,7 @@ from stratagem.searcher.driver.saved_result import (
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.improvement.simpler_plans import TELLS_APART, variety
+from stratagem.searcher.methods.simple_strategies import with_experts
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
@@ -393,7 +394,10 @@ class SearchResult(SavedValue):
 
     @property
     def table(self) -> Table:
-        """The plan found and the known strategies, the fastest that fits first."""
+        """The plan found and the known strategies, the fastest that fits first.
+
+        Of setups that share experts out it is said how many ways (see `with_experts`).
+        """
         columns = {
             "strategy": Unit.TEXT,
             "step": Unit.SECONDS,
@@ -403,7 +407,7 @@ class SearchResult(SavedValue):
         }
         ours = self.simulation.step_time
         found, *known = (
-            (name, time, time / ours - 1.0, peak, self.fitting(each))
+            (with_experts(name, each.plan), time, time / ours - 1.0, peak, self.fitting(each))
             for (name, time, peak, _), each in zip(self.rows, self._compared.values(), strict=True)
         )
         known.sort(key=lambda row: (FITTING.index(row[4]), row[1]))

@@ -20,6 +20,7 @@ from stratagem.searcher.space.strategies import (
     tensor_parallel,
     with_recompute,
 )
+from stratagem.searcher.space.training_setup import EXPERT_AXIS
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -170,6 +171,22 @@ def pipeline_plans(situation: Situation, schedule: str, name: str) -> list[Plan]
         for meshes, parts in _pipelines(situation, rounds)
         if run_of(schedule, rounds * len(meshes), parts, len(meshes)) is not None
     ]
+
+
+def with_experts(name: str, plan: Plan) -> str:
+    """The name of a strategy, with the degree of experts that its plan took, if it took any.
+
+    Example:
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
+        >>> from stratagem.simulator.graph.models import moe
+        >>> setup = TrainingSetup(zero=3, expert=4)
+        >>> plan = setup.plan(moe(batch=8), Cluster.preset("dgx-a100", num_nodes=1))
+        >>> with_experts("DeepSpeed ZeRO-3", plan)
+        'DeepSpeed ZeRO-3, expert 4'
+    """
+    axes = (axis for stage in plan.stages for axis in stage.mesh.axes)
+    ways = max((axis.size for axis in axes if axis.name == EXPERT_AXIS), default=1)
+    return f"{name}, expert {ways}" if ways > 1 else name
 
 
 def _flat_mesh(devices: Sequence[int], cluster: Cluster) -> DeviceMesh:

@@ -341,10 +341,13 @@ class ParallelDegree:
         return ways
 
 
+EXPERT_AXIS = "expert"
+"""The degree, and the axis of a setup's meshes, that experts are shared out over."""
+
 DEGREES = (
     ParallelDegree(name="tensor", check=_check_tensor, always=True),
     ParallelDegree(name="pipeline", inside_stages=False, always=True),
-    ParallelDegree(name="expert", check=_check_experts, rule=sharing_experts, of_data=True),
+    ParallelDegree(name=EXPERT_AXIS, check=_check_experts, rule=sharing_experts, of_data=True),
 )
 """Axes of meshes are in the opposite order, behind that of data parallelism."""
 

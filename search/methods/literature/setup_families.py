@@ -24,7 +24,8 @@ def megatron_setups(situation: Situation) -> Iterator[TrainingSetup]:
 
     Tensor parallelism inside a node, with sequence parallelism or without (Korthikanti et al.
     2022); pipelines that deal layers out evenly under 1F1B, plain or interleaved (Narayanan et al.
-    2021, arXiv 2104.04473). Models without heads or hidden layers to shard have none.
+    2021, arXiv 2104.04473). Experts are copied, cut by tensor parallelism, or shared out over as
+    many data-parallel ranks as possible. Models without heads or hidden layers to shard have none.
 
     Example:
         >>> from stratagem.simulator.hardware.cluster import Cluster
@@ -55,6 +56,8 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
     """DeepSpeed: a ZeRO stage over all data-parallel ranks, with tensor parallelism and without.
 
     Rajbhandari et al. 2020 (arXiv 1910.02054). Gradient accumulation and recompute as they fit.
+    Experts are copied, or shared out over as many data-parallel ranks as possible, as in
+    DeepSpeed-MoE (Rajbhandari et al. 2022, arXiv 2201.05596).
 
     Raises:
         ValueError: the ZeRO stage is not 1, 2 or 3.
@@ -66,14 +69,16 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
     ):
         if tensor == situation.cluster.num_devices:
             continue  # Nothing is data parallel.
-        yield TrainingSetup(
-            microbatch=microbatch,
-            tensor=tensor,
-            training=situation.training,
-            schedule=_schedule(situation),
-            zero=stage,
-            recompute=policy,
-        )
+        for expert in _expert_ways(situation, situation.cluster.num_devices // tensor):
+            yield TrainingSetup(
+                microbatch=microbatch,
+                tensor=tensor,
+                training=situation.training,
+                schedule=_schedule(situation),
+                zero=stage,
+                recompute=policy,
+                expert=expert,
+            )
 
 
 def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
@@ -107,8 +112,11 @@ def _variants(
     situation: Situation, tensor: int, pipeline: int, rounds: int
 ) -> Iterator[TrainingSetup]:
     data = situation.cluster.num_devices // (tensor * pipeline)
-    for microbatch, policy, sequence in itertools.product(
-        _microbatches(situation, data), _policies(situation), (False, True)
+    for microbatch, policy, sequence, expert in itertools.product(
+        _microbatches(situation, data),
+        _policies(situation),
+        (False, True),
+        _expert_ways(situation, data),
     ):
         parts = situation.graph.batch // (data * microbatch)
         if (sequence and tensor == 1) or (rounds > 1 and parts % pipeline):
@@ -123,7 +131,15 @@ def _variants(
             recompute=policy,
             sequence_parallel=sequence,
             inputs_first=tensor > 1 and not sequence,
+            expert=expert,
         )
+
+
+def _expert_ways(situation: Situation, data: int) -> tuple[int, ...]:
+    """Experts on every data-parallel rank, or shared out over as many as they can be."""
+    if not expert_dims(situation.graph):
+        return (1,)
+    return tuple(sorted({1, max(expert_ways(situation.graph, data))}))
 
 
 def _schedule(situation: Situation) -> str:

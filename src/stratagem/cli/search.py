@@ -39,6 +39,7 @@ from stratagem.cli.shared.tried_options import takes_tried_options
 from stratagem.face import verbs
 from stratagem.searcher.driver.result import FITTING, Budget, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
+from stratagem.searcher.methods.simple_strategies import with_experts
 from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import formed_schedules, searched_schedules
@@ -218,7 +219,8 @@ def search(
 
 
 def _show(say: Console, result: SearchResult, space: bool) -> None:
-    plans = {"the plan found": result.simulation, **result.baselines}
+    known = {with_experts(name, each.plan): each for name, each in result.baselines.items()}
+    plans = {"the plan found": result.simulation, **known}
     told = {name: FITTING[1] for name, s in plans.items() if result.fits_without_headroom(s)}
     say.print(strategy_table(plans, told=told))
     say.print(
@@ -227,6 +229,9 @@ def _show(say: Console, result: SearchResult, space: bool) -> None:
         f"Simplicity: {result.simplicity}.\n"
         f"Headroom: {result.headroom} had to stay free.\n"
     )
+    for name, why in result.notes.items():
+        if name.startswith("method "):
+            say.print(f"{name}: {why}.")
     if result.simulation.crowded:
         say.print(f"{result.simulation.crowded}.\n")
     if space:

@@ -9,16 +9,25 @@ import pytest
 
 from stratagem.searcher.driver.result import Budget
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.methods.literature import megatron_setups, zero_setups
 from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.methods.simple_strategies import baseline
-from stratagem.searcher.space.situation import Situation
-from stratagem.simulator.graph.models import gpt, inception_v3, mlp, nmt
+from stratagem.searcher.methods.simple_strategies import baseline, with_experts
+from stratagem.searcher.space.situation import Situation, rank
+from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
+from tests.search.literature.test_literature import CLUSTER as FOUR
 from tests.search.moves.test_operator_placement import two_towers
+
+PAIR = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+
+
+def rooflined(graph: OperatorGraph) -> Situation:
+    return Situation(graph, FOUR, Training("bfloat16"), RooflineCosts())
 
 
 def situation(graph: OperatorGraph, nodes: int = 1, per_node: int = 4) -> Situation:
@@ -112,3 +121,43 @@ def test_flexflow_places_operators() -> None:
     here = situation(two_towers(), nodes=2, per_node=1)
     best = min(METHODS["FlexFlow"](here), key=lambda plan: here.simulate(plan).step_time)
     assert best.has_pins
+
+
+# -- mixtures of experts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharing_experts_out_beats_every_setup_that_copies_them(zero: int) -> None:
+    """Where experts are most of the weights: all setups that copy them are simulated."""
+    graph = moe(num_layers=2, hidden=512, num_heads=4, vocabulary=64, sequence=32, experts=4)
+    here, method = rooflined(graph), f"DeepSpeed ZeRO-{zero}"
+    best = min((here.simulate(plan) for plan in METHODS[method](here)), key=rank)
+    assert with_experts(method, best.plan) == f"{method}, expert {expert_axis(best.plan)}"
+    for setup in zero_setups(here, zero):
+        if setup.expert == 1 and graph.batch % (setup.microbatch * setup.data(FOUR)) == 0:
+            copied = here.simulate(setup.plan(graph, FOUR))
+            assert with_experts(method, copied.plan) == method
+            assert rank(best) < rank(copied)
+
+
+def test_megatron_shares_experts_out_too() -> None:
+    graph = moe(num_layers=2, hidden=512, num_heads=4, vocabulary=64, sequence=32, experts=4)
+    degrees = {(s.tensor, s.pipeline, s.expert) for s in megatron_setups(rooflined(graph))}
+    assert {(1, 1, 4), (2, 1, 2), (1, 1, 1), (2, 1, 1)} <= degrees
+    assert all(expert <= 4 // (tensor * pipeline) for tensor, pipeline, expert in degrees)
+
+
+def expert_axis(plan: Plan) -> int:
+    """Ways that experts are shared out."""
+    (size,) = {a.size for stage in plan.stages for a in stage.mesh.axes if a.name == "expert"}
+    assert size > 1
+    return size
+
+
+def test_the_table_of_a_search_says_the_degree_of_experts() -> None:
+    graph = moe(num_layers=2, hidden=256, num_heads=4, vocabulary=64, sequence=32, experts=2)
+    found = search(graph, PAIR, baselines=["DeepSpeed ZeRO-3"], budget=Budget(0, gap=0.99))
+    plan = found.baselines["DeepSpeed ZeRO-3"].plan
+    names = [row[0] for row in found.table.rows]
+    assert with_experts("DeepSpeed ZeRO-3", plan) in names
+    assert "expert" in {axis.name for axis in plan.stages[0].mesh.axes}
