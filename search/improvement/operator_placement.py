@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stratagem.searcher.space.choices import choices_of
+from stratagem.searcher.space.choices import choices_of, with_choices
 from stratagem.searcher.space.situation import Situation, is_better, rank
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.parallel_branches import parallel_branches
@@ -220,16 +220,13 @@ class _Placed:
     @property
     def plan(self) -> Plan:
         """The plan with its operators where they are."""
-        choices = choices_of(self.base)
-        for i, place in self.where.items():
-            name = self.graph.names[i]
-            if place is not None:
-                choices[name] = pinned(choices[name], *place)
-        stages = tuple(
-            replace(stage, choices={name: choices[name] for name in stage.operators})
-            for stage in self.base.stages
-        )
-        return replace(self.base, stages=stages, prediction=None, name="placed")
+        own = choices_of(self.base)
+        placed = {
+            name: pinned(own[name], *place)
+            for name, place in ((self.graph.names[i], at) for i, at in self.where.items())
+            if place is not None
+        }
+        return replace(with_choices(self.base, placed), prediction=None, name="placed")
 
     def _stage(self, unit: Unit) -> int | None:
         stages = {self.base.stage_of[self.graph.names[i]] for i in unit}

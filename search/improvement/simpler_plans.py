@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from stratagem.searcher.space.choices import with_choices
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
@@ -172,11 +173,4 @@ def _treated(plan: Plan, layers: Layers, instead: Mapping[Treatment, Treatment])
         if any(b[0] != a[0] for b, a in zip(before, after, strict=True)):
             return None
         choices.update(zip(layer, (choice for _, choice in after), strict=True))
-    stages = tuple(
-        replace(
-            stage,
-            choices={name: choices.get(name, choice) for name, choice in stage.choices.items()},
-        )
-        for stage in plan.stages
-    )
-    return replace(plan, stages=stages, prediction=None)
+    return replace(with_choices(plan, choices), prediction=None)

@@ -13,12 +13,12 @@ best plan without any fill at all is left as it is: other forms save a part of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from stratagem.searcher.improvement.neighbours import recomputing_more
 from stratagem.searcher.improvement.token_slicing import default_unit, estimated_lengths
-from stratagem.searcher.space.choices import choices_of
+from stratagem.searcher.space.choices import choices_of, with_choices
 from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
 from stratagem.searcher.space.situation import Situation, is_better, rank
 from stratagem.searcher.space.skeletons import skeleton_of
@@ -26,7 +26,6 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.graph.token_slices import num_positions, num_slices, token_dims
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation
 
 OF_EACH = 2
@@ -139,7 +138,7 @@ class OtherForms:
             return
         graph, stages = self.situation.graph, len(plan.stages)
         schedule, *_ = schedules_in(Form.MIRRORED)
-        plan = _with_choices(
+        plan = with_choices(
             plan, {n: replace(c, fused=False) for n, c in choices_of(plan).items()}
         )
         for parts in dict.fromkeys((plan.num_microbatches, stages, 2 * stages)):
@@ -167,7 +166,7 @@ class OtherForms:
             more = recomputing_more(
                 skeleton_of(now), self.room(found), self.situation.graph, self.policies
             )
-            now = None if more is None else _with_choices(now, more[1])
+            now = None if more is None else with_choices(now, more[1])
         return best
 
     def _rank(self, simulation: Simulation) -> tuple[float, float]:
@@ -221,12 +220,4 @@ def _with_whole_positions(plan: Plan, graph: OperatorGraph) -> Plan:
             for placed in choice.config
         )
         choices[operator.name] = replace(choice, config=config)
-    return _with_choices(plan, choices)
-
-
-def _with_choices(plan: Plan, choices: Mapping[str, Choice]) -> Plan:
-    stages = tuple(
-        replace(stage, choices={name: choices[name] for name in stage.operators})
-        for stage in plan.stages
-    )
-    return replace(plan, stages=stages)
+    return with_choices(plan, choices)

@@ -9,9 +9,9 @@ operators that do not change are remembered, so it takes a few times what playin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from stratagem.searcher.problem.replayed_plan import Played
+from stratagem.searcher.space.choices import with_choices
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -88,11 +88,7 @@ class SimulatedPlan:
 
     def _changed(self, changes: Mapping[int, Choice]) -> Plan:
         wanted = {self._graph.names[i]: choice for i, choice in changes.items()}
-        stages = tuple(
-            replace(stage, choices={n: wanted.get(n, c) for n, c in stage.choices.items()})
-            for stage in self._accepted.stages
-        )
-        return replace(self._accepted, stages=stages)
+        return with_choices(self._accepted, wanted)
 
     def _is_plan(self, changes: Mapping[int, Choice]) -> bool:
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from stratagem.searcher.problem.priced_skeleton import problem_of, space_choices
 from stratagem.searcher.problem.replayed_plan import ReplayedPlan
 from stratagem.searcher.problem.simulated_plan import SimulatedPlan
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, skeleton_of
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -149,7 +150,7 @@ def _player(
     """What plays a checked plan and its changes."""
     skeleton, schedule = skeleton_of(plan), plan.make_schedule()
     small = graph.microbatch(plan.num_microbatches)
-    own = {name: c for stage in plan.stages for name, c in stage.choices.items()}
+    own = choices_of(plan)
     zero_stages: tuple[int, ...] = ZERO_STAGES
     if schedule.stashes_weights:
         check_stashing(plan, small, crossing_ties(plan.stage_of, small))
