@@ -62,7 +62,7 @@ def asked_and_others(
     asked = [form for form in possible if form in wanted]
     others = [form for form in possible if form not in wanted and wishes.schedules is None]
     if situation.cluster.num_devices > 1:
-        if options.place or (start is not None and start.has_pins):
+        if options.place:
             asked.append(Form.PLACED)
         elif parallel_branches(situation.graph):
             others.append(Form.PLACED)

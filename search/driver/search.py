@@ -19,7 +19,7 @@ from stratagem.searcher.driver.other_forms import (
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
-from stratagem.searcher.driver.starting_plans import options_of
+from stratagem.searcher.driver.starting_plans import options_like
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.improvement.simpler_plans import TELLS_APART, simplest
@@ -158,7 +158,7 @@ def search(
     if isinstance(schedule, str):
         schedule = (schedule,)
     wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
-    allowed = options_of(start) if options is None else options
+    allowed = options_like(start) if options is None else options
     if start is not None and start.has_pins:
         allowed = replace(allowed, place=True)
     if "none" not in allowed.recompute and wishes.recompute is None and not graph.is_forward:

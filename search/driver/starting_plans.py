@@ -20,7 +20,7 @@ from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options, skeleton_of
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.sharding.choice_options import as_tried
+from stratagem.simulator.sharding.choice_options import as_tried, tries_of
 from stratagem.simulator.simulation.simulation import Simulation
 
 
@@ -65,25 +65,20 @@ def entry_of(
     return [space.take(space.skeleton_of(start), choices_of(simulation.plan), simulation)]
 
 
-def options_of(start: Plan | None) -> Options:
+def options_like(start: Plan | None) -> Options:
     """What a search may do that is told nothing of that: what the plan to start from does, too.
 
     Example:
-        >>> options_of(None) == Options()
+        >>> options_like(None) == Options()
         True
     """
     if start is None:
         return Options()
-    chosen = [choice for stage in start.stages for choice in stage.choices.values()]
-    chunks = {1, *(choice.chunks for choice in chosen)}
     return Options(
-        chunks=tuple(sorted(chunks)),
-        fuse=any(choice.fused for choice in chosen),
         bucket_bytes=start.bucket_bytes,
         inputs_first=start.inputs_first,
-        regather=any(choice.regather for choice in chosen),
-        stream=any(choice.streamed for choice in chosen),
         place=start.has_pins,
+        **tries_of(choices_of(start).values()),
     )
 
 
@@ -125,7 +120,7 @@ class KnownStrategies:
     def first(self, schedule: str, methods: Sequence[str]) -> bool:
         """Simulate baselines until there is a plan to hand back, and whether there is one."""
         for name in baseline_names(self._space.situation, schedule, methods):
-            self._take(name, propose(self._sharpener, name, schedule, methods), methods)
+            self._take(name, propose(self._sharpener, name, schedule, methods))
             if self._incumbent.best is not None:
                 return True
         return False
@@ -141,14 +136,13 @@ class KnownStrategies:
         names = baseline_names(self._space.situation, schedule, methods)
         parts = {name: workers.part(propose, name, schedule, tuple(methods)) for name in names}
         if workers.is_alone:
-            self._take_all(parts, methods)
+            self._take_all(parts)
         try:
             yield
         except (KeyboardInterrupt, OutOfTimeError):
-            done = {name: part for name, part in parts.items() if part.is_done}
-            self._take_all(done, methods)
+            self._take_all({name: part for name, part in parts.items() if part.is_done})
             raise
-        self._take_all(parts, methods)
+        self._take_all(parts)
 
     def entries(self, slack: float) -> list[SkeletonEntry]:
         """The skeletons of the baselines that the search may choose for, the best plan's first.
@@ -167,15 +161,15 @@ class KnownStrategies:
                 found.append(space.take(*alike, known))
         return first_policies(found[::-1])
 
-    def _take_all(self, parts: Mapping[str, WorkPart[Proposed]], methods: Sequence[str]) -> None:
+    def _take_all(self, parts: Mapping[str, WorkPart[Proposed]]) -> None:
         for name, part in parts.items():
             if name not in self.baselines:
-                self._take(name, part.result(), methods)
+                self._take(name, part.result())
 
-    def _take(self, name: str, proposed: Proposed, methods: Sequence[str]) -> None:
+    def _take(self, name: str, proposed: Proposed) -> None:
         plan = proposed.plan
-        if plan is None and name in methods:
-            self.left_out[name] = proposed.why or "it has no plan for this model and cluster"
+        if proposed.why:
+            self.left_out[name] = proposed.why
         if plan is not None:
             found = self._space.situation.simulate(plan, always=True)
             self.baselines[name] = found
@@ -198,7 +192,7 @@ class KnownStrategies:
 
 
 class Proposed(NamedTuple):
-    """The best plan of a baseline; None where it has none, and why if it failed."""
+    """The best plan of a baseline; None where it has none, and why if it was asked for by name."""
 
     plan: Plan | None
     why: str = ""
@@ -215,4 +209,6 @@ def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[st
         if name not in listed:
             raise
         return Proposed(None, f"it failed with {type(error).__name__}: {error}")
-    return Proposed(None if found is None else found.plan)
+    if found is None:
+        return Proposed(None, "it has no plan for this model and cluster" * (name in listed))
+    return Proposed(found.plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.sharding.choice import (
     OPTIONS,
+    USUAL_TRIES,
     USUAL_VALUES,
     Choice,
     ChoiceOption,
@@ -149,6 +150,23 @@ def as_tried(choice: Choice, tried: TriedOptions) -> Choice:
         if option.part_of in usual or not option.allows(tried, getattr(choice, option.name)):
             usual[option.name] = option.usual
     return replace(choice, **usual) if usual else choice
+
+
+def tries_of(choices: Iterable[Choice]) -> dict[str, Any]:
+    """What a search must try so that plans may have some choices, by field of `TriedOptions`.
+
+    Example:
+        >>> tries_of([Choice((), chunks=4), Choice((), fused=True)])
+        {'chunks': (1, 4), 'fuse': True, 'regather': False, 'stream': False}
+    """
+    chosen = list(choices)
+    found: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.tried_by:
+            values = {option.usual, *(getattr(choice, option.name) for choice in chosen)}
+            lists = isinstance(USUAL_TRIES[option.tried_by], tuple)
+            found[option.tried_by] = tuple(sorted(values)) if lists else len(values) > 1
+    return found
 
 
 def check_choice(operator: Operator, choice: Choice, shape: Sequence[int]) -> None:
