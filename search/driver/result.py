@@ -54,7 +54,7 @@ UNBOUNDED = {
     Form.MIRRORED: ("has one home for each stage", "has two"),
     Form.PLACED: ("has every operator on its whole mesh", "has some on parts of it"),
 }
-"""What plans do that bounds are about, and what one does that they are not about, by schedule."""
+"""What plans do that bounds are about, and what one does that they are not about, by form."""
 
 NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
@@ -185,8 +185,8 @@ class SearchResult(SavedValue):
         fastest: where the simplest plan was asked for and is another one, the fastest; else None.
         headroom: of each device's memory what was to stay free. Bounds and the certificate are of
             plans that leave it free; baselines that do not keep their row and are marked.
-        unbounded: schedules under which plans were tried that no bound is about: those that slice
-            tokens, and on many devices those of two directions.
+        unbounded: forms in which plans were tried that no bound is about: with sliced tokens, and
+            on many devices in two directions and with operators on parts of meshes.
     """
 
     FILE: ClassVar[str] = "search result"

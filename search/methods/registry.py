@@ -54,10 +54,15 @@ def _optcnn(situation: Situation) -> Iterator[Plan]:
     It knows neither memory nor overlap, nor several microbatches or stages.
     """
     for problem in _one_stage(situation, (0,)):
-        program = IntraProgram(problem)
-        solution = program.solve(program.sum_weights(), tolerance=1e-6)
-        if solution.choice is not None:
-            yield _plan("OptCNN", situation, problem, solution.choice)
+        choice = _least_sum(problem)
+        if choice is not None:
+            yield _plan("OptCNN", situation, problem, choice)
+
+
+def _least_sum(problem: Problem) -> Ints | None:
+    """The choices whose computing, conversions and syncs are the least together."""
+    program = IntraProgram(problem)
+    return program.solve(program.sum_weights(), tolerance=1e-6).choice
 
 
 def _alpa(situation: Situation) -> Iterator[Plan]:
@@ -95,8 +100,7 @@ def _flexflow(situation: Situation) -> Iterator[Plan]:
     for number, problem in enumerate(_one_stage(situation, (0,))):
         shape = problem.skeleton.meshes[0].shape
         rng = np.random.default_rng(number)
-        program = IntraProgram(problem)
-        solved = program.solve(program.sum_weights(), tolerance=1e-6).choice
+        solved = _least_sum(problem)
         starts = [
             problem.encode(data_parallel(problem.graph, shape)),
             rng.integers(0, [len(c) for c in problem.choices]),

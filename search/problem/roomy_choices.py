@@ -1,10 +1,10 @@
 """Choices that only save memory, left out where there is room for everything.
 
-To gather inputs again in backward (`Choice.regather`), as an example of what `ChoiceOption.saves`
-says so of, adds a conversion and frees a copy. It makes
-twice as many choices of an operator with weights, four times as many pairs, and is of no use on
-a skeleton on which no plan can be over its memory. That is proved by the plan that no choices
-make: every tensor at the largest that any pair of choices gives it.
+`ChoiceOption.saves` says of which options: to gather inputs again in backward (`Choice.regather`)
+adds a conversion and frees a copy. It makes twice as many choices of an operator with weights,
+four times as many pairs, and is of no use on a skeleton on which no plan can be over its memory.
+That is proved by the plan that no choices make: every tensor at the largest that any pair of
+choices gives it.
 
 The lower bound of what is left (`cutting_planes`) holds for all: a plan that gathers again has
 every task of the one that does not, and more, and memory binds neither.

@@ -10,7 +10,7 @@ long after where links are late:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,15 +46,8 @@ def rank_memory(model: PlanModel, macro: Times) -> tuple[DeviceMemory, ...]:
 
 def _peak(model: PlanModel, macro: Times, rank: int) -> DeviceMemory:
     """That of the device that needs most, where pins tell devices of a rank apart."""
-    return max(_peaks(model, macro, rank), key=lambda each: each[0].peak)[0]
-
-
-def _peaks(
-    model: PlanModel, macro: Times, rank: int
-) -> Iterator[tuple[DeviceMemory, Mapping[int, StageTensors]]]:
-    """The peak of each of its devices, those together that have the same, and what they hold."""
-    for tensors in _on_devices(model, _tensors(model, rank)):
-        yield _peak_of(model, macro, rank, tensors), tensors
+    peaks = (_peak_of(model, macro, rank, each) for each in _on_devices(model, rank))
+    return max(peaks, key=lambda memory: memory.peak)
 
 
 def _peak_of(
@@ -88,10 +81,9 @@ def _tensors(model: PlanModel, rank: int) -> Mapping[int, StageTensors]:
     return {stage: model.stages[stage].tensors for stage in stages}
 
 
-def _on_devices(
-    model: PlanModel, tensors: Mapping[int, StageTensors]
-) -> list[Mapping[int, StageTensors]]:
+def _on_devices(model: PlanModel, rank: int) -> list[Mapping[int, StageTensors]]:
     """What lies on devices of a rank, for each way in which pins tell them apart."""
+    tensors = _tensors(model, rank)
     if model.slices or not any(model.stages[stage].split for stage in tensors):
         return [tensors]
     cells = [model.stages[stage].cells.of_devices for stage in tensors]
@@ -133,7 +125,10 @@ def _sums_apart(model: PlanModel, tensors: Iterable[StageTensors]) -> bool:
 
 def memory_timeline(model: PlanModel, macro: Times, rank: int) -> MemoryTimeline:
     """The memory of one device of a rank over a step: of the one that needs most."""
-    _, tensors = max(_peaks(model, macro, rank), key=lambda each: each[0].peak)
+    tensors, *others = _on_devices(model, rank)
+    if others:
+        each = (tensors, *others)
+        tensors = max(each, key=lambda held: _peak_of(model, macro, rank, held).peak)
     runs = _runs(model, macro, rank, tensors)
     if model.slices:
         runs = with_waiting(model, rank, runs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from stratagem.searcher.space.schedule_traits import schedules_of
 from stratagem.searcher.space.situation import Situation
@@ -64,21 +65,7 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"DeepSpeed has ZeRO stages 1, 2 and 3, not {stage}")
-    for tensor, microbatch, policy in itertools.product(
-        _tensor_ways(situation), _microbatches(situation), _policies(situation)
-    ):
-        if tensor == situation.cluster.num_devices:
-            continue  # Nothing is data parallel.
-        for expert in _expert_ways(situation, situation.cluster.num_devices // tensor):
-            yield TrainingSetup(
-                microbatch=microbatch,
-                tensor=tensor,
-                training=situation.training,
-                schedule=_schedule(situation),
-                zero=stage,
-                recompute=policy,
-                expert=expert,
-            )
+    yield from _without_pipelines(situation, (stage,), partial(_expert_ways, situation))
 
 
 def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
@@ -90,22 +77,35 @@ def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:
     """
     if not expert_dims(situation.graph):
         return
+
+    def shared(data: int) -> tuple[int, ...]:
+        return tuple(ways for ways in _expert_ways(situation, data) if ways > 1)
+
+    yield from _without_pipelines(situation, (0, 1), shared)
+
+
+def _without_pipelines(
+    situation: Situation, zero_stages: Sequence[int], experts: Callable[[int], tuple[int, ...]]
+) -> Iterator[TrainingSetup]:
+    """Data and tensor parallelism, with some ways to share out experts over the data ranks.
+
+    Setups in which nothing is data parallel are left out.
+    """
     for tensor, microbatch, policy, zero in itertools.product(
-        _tensor_ways(situation), _microbatches(situation), _policies(situation), (0, 1)
+        _tensor_ways(situation), _microbatches(situation), _policies(situation), zero_stages
     ):
-        data = situation.cluster.num_devices // tensor
-        expert = max(expert_ways(situation.graph, data))
-        if expert == 1:
+        if tensor == situation.cluster.num_devices:
             continue
-        yield TrainingSetup(
-            microbatch=microbatch,
-            tensor=tensor,
-            training=situation.training,
-            schedule=_schedule(situation),
-            zero=zero,
-            recompute=policy,
-            expert=expert,
-        )
+        for expert in experts(situation.cluster.num_devices // tensor):
+            yield TrainingSetup(
+                microbatch=microbatch,
+                tensor=tensor,
+                training=situation.training,
+                schedule=_schedule(situation),
+                zero=zero,
+                recompute=policy,
+                expert=expert,
+            )
 
 
 def _variants(
