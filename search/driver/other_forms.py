@@ -19,6 +19,7 @@ from stratagem.searcher.driver.result import Budget, StopReason
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused
+from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
@@ -133,29 +134,25 @@ def try_other_forms(
     def within(simulation: Simulation) -> Simulation:
         return space.constraints.without_room(simulation) or simulation
 
+    def trials(most: int, operators: int) -> Trials:
+        left = affordable(most, operators, space.num_operators)
+        return Trials(space.situation, run.incumbent.offer, within, left)
+
     tried = OtherForms(
-        space.situation,
+        trials(MOST_FORMED, FORMED_OPERATORS),
         forms,
         space.policies,
-        run.incumbent.offer,
         lambda: run.incumbent.time,
-        within,
-        affordable(MOST_FORMED, FORMED_OPERATORS, space.num_operators),
     )
-    placing = OperatorPlacement(
-        space.situation,
-        run.incumbent.offer,
-        within,
-        affordable(MOST_PLACED, PLACED_OPERATORS, space.num_operators) * (Form.PLACED in forms),
-        run.seed,
-    )
+    placing = OperatorPlacement(trials(MOST_PLACED, PLACED_OPERATORS), run.seed)
     known = [entry.simulation for entry in space.entries if entry.simulation is not None]
     known += [best, *run.baselines.values()]
     if budget.seconds is not None:
         space.situation.clock.until = run.started + budget.seconds
     try:
         tried.try_all(known)
-        placing.try_all(known)
+        if Form.PLACED in forms:
+            placing.try_all(known)
     except OutOfTimeError:
         reason = StopReason.SECONDS
     except KeyboardInterrupt:

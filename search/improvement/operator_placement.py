@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.space.choices import choices_of, with_choices
-from stratagem.searcher.space.situation import Situation, is_better, rank
+from stratagem.searcher.space.situation import is_better, rank
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.parallel_branches import parallel_branches
 from stratagem.simulator.graph.placement import Pin, Shard
@@ -51,18 +52,12 @@ class OperatorPlacement:
     """Places operators of plans on parts of their meshes until so many plans were simulated.
 
     Attributes:
-        situation: model, cluster, training and prices.
-        offer: takes every plan; whether the constraints allow it.
-        room: a plan under the memory that it may use, which constraints may leave less of.
-        left: simulations that may still be made.
+        trials: what simulates them.
         seed: of the walk.
         tried: the plans that were simulated and may be, in order.
     """
 
-    situation: Situation
-    offer: Callable[[Simulation], bool]
-    room: Callable[[Simulation], Simulation]
-    left: int
+    trials: Trials
     seed: int = 0
     tried: list[Simulation] = field(default_factory=list)
 
@@ -72,13 +67,13 @@ class OperatorPlacement:
         Args:
             known: plans of the search, simulated.
         """
-        graph = self.situation.graph
+        graph = self.trials.situation.graph
         branches = [*parallel_branches(graph), *[each for each in [_sets(graph)] if len(each) > 1]]
         best: tuple[Simulation, _Placed] | None = None
         for simulation in _starts(known):
             placed = _Placed(simulation.plan, graph, _seconds(simulation))
             found = self._balance(simulation, placed, branches)
-            if best is None or self._rank(found[0]) < self._rank(best[0]):
+            if best is None or self.trials.rank(found[0]) < self.trials.rank(best[0]):
                 best = found
         if best is not None:
             self._walk(*best, branches)
@@ -88,7 +83,7 @@ class OperatorPlacement:
     ) -> tuple[Simulation, _Placed]:
         """The best of: all branches on parts along an axis, one family of them after another."""
         now = simulation, placed
-        whole = _working(self.situation.graph)
+        whole = _working(self.trials.situation.graph)
         for axis in placed.axes:
             every = placed
             for family in branches:
@@ -104,7 +99,7 @@ class OperatorPlacement:
         self, simulation: Simulation, placed: _Placed, branches: Sequence[Sequence[Unit]]
     ) -> None:
         """Metropolis over places of units (Metropolis et al. 1953), from what is best so far."""
-        working = _working(self.situation.graph)
+        working = _working(self.trials.situation.graph)
         single: list[Unit] = [(i,) for i in working]
         kinds = [[unit for family in branches for unit in family], single, [working]]
         kinds = [kind for kind in kinds if kind]
@@ -115,19 +110,19 @@ class OperatorPlacement:
             return
         rng = random.Random(self.seed)
         now = simulation, placed
-        idle, begin = 0, self.left
-        while self.left > 0 and idle < MOST_IDLE * len(single) * len(places):
+        idle, begin = 0, self.trials.left
+        while self.trials.left > 0 and idle < MOST_IDLE * len(single) * len(places):
             unit, place = rng.choice(rng.choice(kinds)), rng.choice([None, *places])
             moved = now[1].moved(unit, place)
             found = None if moved is None else self._simulated(moved.plan)
             idle += 1
             if moved is None or found is None:
                 continue
-            worse, here = self.room(found), self.room(now[0])
+            worse, here = self.trials.room(found), self.trials.room(now[0])
             if worse.fits < here.fits:
                 continue
             over = worse.step_time / here.step_time - 1
-            heat = COLD * (HOT / COLD) ** (self.left / begin)
+            heat = COLD * (HOT / COLD) ** (self.trials.left / begin)
             if over <= 0 or rng.random() < math.exp(-over / heat):
                 idle = 0 if over < 0 else idle
                 now = found, moved
@@ -136,26 +131,15 @@ class OperatorPlacement:
         self, now: tuple[Simulation, _Placed], placed: _Placed
     ) -> tuple[Simulation, _Placed]:
         found = None if placed.where == now[1].where else self._simulated(placed.plan)
-        if found is None or not is_better(self.room(found), self.room(now[0])):
+        if found is None or not is_better(self.trials.room(found), self.trials.room(now[0])):
             return now
         return found, placed
 
     def _simulated(self, plan: Plan) -> Simulation | None:
-        """A plan; None if it is none, not allowed, or there are no simulations left."""
-        if self.left <= 0:
-            return None
-        self.left -= 1
-        try:
-            found = self.situation.simulate(plan)
-        except ValueError:  # A dim may be too short for what is left of the mesh.
-            return None
-        if not self.offer(found) and self.room(found).fits:
-            return None  # The constraints do not allow it.
-        self.tried.append(found)
+        found = self.trials.simulated(plan)
+        if found is not None:
+            self.tried.append(found)
         return found
-
-    def _rank(self, simulation: Simulation) -> tuple[float, float]:
-        return rank(self.room(simulation))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 
 from stratagem.searcher.improvement.neighbours import recomputing_more
 from stratagem.searcher.improvement.token_slicing import default_unit, estimated_lengths
+from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.space.choices import choices_of, with_choices
 from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
-from stratagem.searcher.space.situation import Situation, is_better, rank
+from stratagem.searcher.space.situation import is_better, rank
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard
@@ -56,23 +57,17 @@ class OtherForms:
     """Tries pipelines in other forms until so many plans were simulated.
 
     Attributes:
-        situation: model, cluster, training and prices.
+        trials: what simulates them.
         forms: `Form.SLICED`, `Form.MIRRORED`, both or none: what may be tried.
         policies: of recomputing, that stages may have; those that recompute more come later.
-        offer: takes every plan; whether the constraints allow it.
         time: seconds of the best plan known, whenever it is asked for.
-        room: a plan under the memory that it may use, which constraints may leave less of.
-        left: simulations that may still be made.
         tried: what was simulated and may be, by form, in order.
     """
 
-    situation: Situation
+    trials: Trials
     forms: tuple[Form, ...]
     policies: tuple[str, ...]
-    offer: Callable[[Simulation], bool]
     time: Callable[[], float]
-    room: Callable[[Simulation], Simulation]
-    left: int
     tried: dict[Form, list[Simulation]] = field(default_factory=dict)
 
     def try_all(self, known: Iterable[Simulation]) -> None:
@@ -89,13 +84,13 @@ class OtherForms:
                 self._slice(pipeline)
             if Form.MIRRORED in self.forms:
                 self._mirror(pipeline)
-        found = min(self.tried.get(Form.SLICED, []), key=self._rank, default=None)
-        if found is not None and self.room(found).fits and found.step_time < before:
+        found = min(self.tried.get(Form.SLICED, []), key=self.trials.rank, default=None)
+        if found is not None and self.trials.room(found).fits and found.step_time < before:
             self._try_unequal(found)
 
     def _slice(self, pipeline: Simulation) -> None:
         """Downhill over numbers of microbatches and of equal slices, from the plan's own."""
-        graph = self.situation.graph
+        graph = self.trials.situation.graph
         plan, total = _with_whole_positions(pipeline.plan, graph), _positions(graph)
         counts, (schedule, *_) = graph.microbatch_counts, schedules_in(Form.SLICED)
 
@@ -116,7 +111,7 @@ class OtherForms:
             better = None
             for at in near:
                 found = simulated(at)
-                if found is not None and is_better(self.room(found), self.room(now)):
+                if found is not None and is_better(self.trials.room(found), self.trials.room(now)):
                     better = at, found
                     break
             if better is None:
@@ -125,7 +120,7 @@ class OtherForms:
 
     def _try_unequal(self, sliced: Simulation) -> None:
         """The lengths that are best by estimate, where equal slices have made a better plan."""
-        s, total = self.situation, _positions(self.situation.graph)
+        s, total = self.trials.situation, _positions(self.trials.situation.graph)
         whole, unit = replace(sliced.plan, token_slices=1), default_unit(total)
         lengths = estimated_lengths(whole, s.graph, s.costs, total, unit, s.memory)
         self._simulated(replace(whole, token_slices=lengths))
@@ -136,7 +131,7 @@ class OtherForms:
         shapes = [stage.mesh.shape for stage in plan.stages]
         if len(shapes) % 2 or shapes != shapes[::-1]:
             return
-        graph, stages = self.situation.graph, len(plan.stages)
+        graph, stages = self.trials.situation.graph, len(plan.stages)
         schedule, *_ = schedules_in(Form.MIRRORED)
         plan = with_choices(
             plan, {n: replace(c, fused=False) for n, c in choices_of(plan).items()}
@@ -151,26 +146,15 @@ class OtherForms:
         """A plan, recomputing more while it does not fit; None if it is none or not allowed."""
         best: Simulation | None = None
         now: Plan | None = replace(plan, orders=(), prediction=None, name="in another form")
-        while now is not None and self.left > 0:
-            self.left -= 1
-            try:
-                found = self.situation.simulate(now)
-            except ValueError:  # Microbatches or slices may be too small for its choices.
-                return best
-            if not self.offer(found) and self.room(found).fits:
-                return best  # The constraints do not allow it.
+        while now is not None and (found := self.trials.simulated(now)) is not None:
             form = form_of(plan.schedule)
             assert form is not None
             self.tried.setdefault(form, []).append(found)
-            best = found if best is None else min(best, found, key=self._rank)
-            more = recomputing_more(
-                skeleton_of(now), self.room(found), self.situation.graph, self.policies
-            )
+            best = found if best is None else min(best, found, key=self.trials.rank)
+            room, graph = self.trials.room(found), self.trials.situation.graph
+            more = recomputing_more(skeleton_of(now), room, graph, self.policies)
             now = None if more is None else with_choices(now, more[1])
         return best
-
-    def _rank(self, simulation: Simulation) -> tuple[float, float]:
-        return rank(self.room(simulation))
 
 
 def _pipelines(known: Iterable[Simulation]) -> list[Simulation]:

@@ -15,6 +15,7 @@ import numpy as np
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement
+from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.methods.literature import LITERATURE, one_stage_plan
 from stratagem.searcher.methods.simple_strategies import pipeline_plans, simulate_family
 from stratagem.searcher.problem.exhaustive import exhaustive
@@ -112,11 +113,9 @@ def _flexflow(situation: Situation) -> Iterator[Plan]:
             plan = _plan("FlexFlow", situation, problem, chain.best)
             found.append(situation.simulate(plan))
             yield plan
+    most = min(FLEXFLOW_PLACED, FLEXFLOW_PLACED_OPERATORS // len(situation.graph.operators))
     placing = OperatorPlacement(
-        situation,
-        lambda _: True,
-        lambda simulation: simulation,
-        min(FLEXFLOW_PLACED, FLEXFLOW_PLACED_OPERATORS // len(situation.graph.operators)),
+        Trials(situation, lambda _: True, lambda simulation: simulation, most)
     )
     placing.try_all(found)
     if placing.tried:

@@ -17,6 +17,7 @@ from stratagem.searcher.driver.result import Budget, SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement, pinned
+from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation
@@ -175,6 +176,10 @@ def test_who_does_not_ask_gets_no_note_where_nothing_lies_beside() -> None:
     assert "operators on parts of meshes" not in result.notes
 
 
+def trials(situation: Situation, left: int) -> Trials:
+    return Trials(situation, lambda _: True, lambda each: each, left)
+
+
 def small_branches(width: int) -> OperatorGraph:
     return two_towers(batch=8, inputs=width, width=width, depth=1)
 
@@ -198,7 +203,7 @@ def test_placing_finds_what_trying_every_placement_finds(width: int) -> None:
     situation = Situation(graph, cluster, Training(), default_costs())
     start = situation.simulate(TrainingSetup().plan(graph, cluster))
     best = min(situation.simulate(plan).step_time for plan in every_placement(start.plan, graph))
-    tried = OperatorPlacement(situation, lambda _: True, lambda each: each, left=1_500)
+    tried = OperatorPlacement(trials(situation, 1_500))
     tried.try_all([start])
     found = min(each.step_time for each in tried.tried)
     assert best <= found <= best * 1.002
@@ -208,7 +213,7 @@ def test_steps_of_an_unrolled_layer_are_placed_together() -> None:
     graph, cluster = nmt(num_layers=2, hidden=32, vocabulary=64, sequence=3, batch=8), far_apart()
     situation = Situation(graph, cluster, Training(), default_costs())
     start = situation.simulate(TrainingSetup().plan(graph, cluster))
-    tried = OperatorPlacement(situation, lambda _: True, lambda each: each, left=2)
+    tried = OperatorPlacement(trials(situation, 2))
     tried.try_all([start])
     (stage,) = tried.tried[0].plan.stages
     users: dict[str, set[str]] = {}
@@ -277,7 +282,7 @@ def test_a_walk_is_the_same_with_the_same_seed() -> None:
     for _ in range(2):
         situation = Situation(graph, cluster, Training(), default_costs())
         start = situation.simulate(TrainingSetup().plan(graph, cluster))
-        tried = OperatorPlacement(situation, lambda _: True, lambda each: each, 60, seed=3)
+        tried = OperatorPlacement(trials(situation, 60), seed=3)
         tried.try_all([start])
         steps.append([each.step_time for each in tried.tried])
     assert steps[0] == steps[1]
