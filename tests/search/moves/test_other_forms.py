@@ -35,17 +35,22 @@ HALF = Training("float16")
 SLICED, MIRRORED = "terapipe", "chimera"
 
 
-def text() -> OperatorGraph:
-    """Two long samples: microbatches leave a pipeline of four stages idle for most of its step."""
+def decoder(num_layers: int, hidden: int, sequence: int, batch: int) -> OperatorGraph:
+    """A GPT of 16 heads with a small vocabulary, whose ends take next to nothing."""
     return gpt(
-        num_layers=8,
-        hidden=1024,
+        num_layers=num_layers,
+        hidden=hidden,
         num_heads=16,
         vocabulary=512,
-        sequence=2048,
-        batch=2,
+        sequence=sequence,
+        batch=batch,
         tied=False,
     )
+
+
+def text() -> OperatorGraph:
+    """Two long samples: microbatches leave a pipeline of four stages idle for most of its step."""
+    return decoder(num_layers=8, hidden=1024, sequence=2048, batch=2)
 
 
 def far_apart() -> Cluster:
@@ -81,15 +86,7 @@ def sliced() -> SearchResult:
 
 
 def few_microbatches() -> OperatorGraph:
-    return gpt(
-        num_layers=4,
-        hidden=2048,
-        num_heads=16,
-        vocabulary=512,
-        sequence=512,
-        batch=4,
-        tied=False,
-    )
+    return decoder(num_layers=4, hidden=2048, sequence=512, batch=4)
 
 
 # -- sliced tokens ------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""A search gives nothing that its options do not allow, and proves nothing of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.skeletons import Options
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.search.driver.test_promises import cluster_of, quick
+from tests.support.examples import examples
+
+
+def two_linears() -> OperatorGraph:
+    return mlp([256, 256, 256], batch=64)
+
+
+def drawn_options(number: int) -> Options:
+    rng = np.random.default_rng(number)
+    chunks = (1, 2) if rng.random() < 0.5 else (1,)
+    policies = (("none", "full"), ("full",), ("none",), ("selective", "full"))
+    return Options(
+        recompute=policies[rng.integers(len(policies))],
+        chunks=chunks,
+        fuse=bool(rng.random() < 0.5),
+        bucket_bytes=int(rng.choice([0, 2**18])),
+        inputs_first=bool(rng.random() < 0.5),
+        regather=bool(rng.random() < 0.5),
+        stream=len(chunks) > 1 and bool(rng.random() < 0.5),
+        place=bool(rng.random() < 0.5),
+    )
+
+
+def breaches(plan: Plan, options: Options) -> list[str]:
+    """What a plan does that options do not allow, read from the plan alone."""
+    chosen = [choice for stage in plan.stages for choice in stage.choices.values()]
+    found = {
+        "buckets": plan.bucket_bytes != options.bucket_bytes,
+        "inputs first": plan.inputs_first and not options.inputs_first,
+        "pieces": any(choice.chunks not in options.chunks for choice in chosen),
+        "fused": any(choice.fused for choice in chosen) and not options.fuse,
+        "streamed": any(choice.streamed for choice in chosen) and not options.stream,
+        "gathered again": any(choice.regather for choice in chosen) and not options.regather,
+        "on parts": plan.has_pins and not options.place,
+    }
+    return [name for name, is_so in found.items() if is_so]
+
+
+@pytest.mark.parametrize("number", range(examples(30, few=6)))
+def test_no_search_gives_or_proves_what_its_options_do_not_allow(number: int) -> None:
+    """Known strategies came with options of their own: a plan that recomputes nothing was said to
+    be proved where all should be recomputed, and one of REINFORCE's, on parts of a mesh, to be at
+    most so far from a bound that is about none of these.
+    """
+    graph = two_linears()
+    cluster = cluster_of(2, 1, 0.5)
+    options = drawn_options(number)
+    found = quick(graph, cluster, options=options, baselines=("REINFORCE", "Megatron-LM 3D"))
+    assert breaches(found.plan, options) == []
+    start = quick(graph, cluster, options=drawn_options(1000 + number)).plan
+    told = quick(graph, cluster, options=options, start=start)
+    assert breaches(told.plan, replace(options, place=options.place or start.has_pins)) == []
+    # Nobody's options: those of the plan to start from, which is not made worse.
+    own = quick(graph, cluster, start=start)
+    again = simulate_plan(start, graph, default_costs()).step_time
+    assert own.simulation.step_time <= again * (1 + 1e-9)
+    if "none" not in options.recompute:
+        letter = Constraints(recompute=options.recompute).bind(graph)
+        assert letter.violations(found.simulation) == letter.violations(told.simulation) == []
+    for result in (found, told, own):
+        assert result.bound is not None
+        assert result.bound <= result.simulation.step_time * (1 + 1e-9)
