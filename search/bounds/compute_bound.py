@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, operator_choices
+from stratagem.simulator.base.arrays import Flags
 from stratagem.simulator.graph.checkpoint_segments import run_again
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import local_sizes
@@ -56,6 +59,8 @@ class ComputingBounds:
         self._builders: list[TableBuilder] = []
         self.models = MicrobatchModels(situation)
         self._stages: dict[Any, float] = {}
+        self._kinds: dict[Any, list[tuple[int, int, bool]]] = {}
+        self._runs_again: dict[Any, Flags] = {}
         self._sources: dict[tuple[int, ...], list[frozenset[int]]] = {}
 
     def seconds(self, skeleton: Skeleton) -> float:
@@ -98,29 +103,48 @@ class ComputingBounds:
         if key in self._stages:
             return self._stages[key]
         model = self.models[parts]
-        again = self._again(model, names, policy)
         builder: TableBuilder | None = None
         total = 0.0
-        for name in names:
-            i = model.graph.index[name]
-            row = (model.kinds[i], alike, parts, name in again)
+        for first, count, again in self._operators(model, names, policy, parts):
+            row = (model.kinds[first], alike, parts, again)
             if row not in self._known:
                 if builder is None:
                     builder = s.builder(model.graph, mesh)
                     self._builders.append(builder)
-                self._known[row] = self._fastest(builder, model, i, name in again)
-            total += self._known[row]
+                self._known[row] = self._fastest(builder, model, first, again)
+            total += count * self._known[row]
         self._stages[key] = total
         return total
 
-    def _again(
-        self, model: MicrobatchModel, names: tuple[str, ...], policy: str
-    ) -> frozenset[str]:
-        """The operators of a stage that run again under a policy."""
-        graph, dropped = model.graph, model.recomputed(policy)
-        inside = [graph.index[name] for name in names]
-        found = run_again(graph, inside, [i for i in inside if graph.operators[i].name in dropped])
-        return frozenset(graph.operators[i].name for i in found)
+    def _operators(
+        self, model: MicrobatchModel, names: tuple[str, ...], policy: str, parts: int
+    ) -> list[tuple[int, int, bool]]:
+        """What a stage runs: of equal operators the first, how many, and whether they run again.
+
+        Stages that run as many of each kind, as those of equal layers do, take as long.
+        """
+        key = self._situation.memory.number(names), parts, policy
+        if key not in self._kinds:
+            graph = model.graph
+            inside = np.array([graph.index[name] for name in names])
+            kinds = 2 * model.kind_of[inside] + self._again(model, names, policy)
+            found, count = np.unique(kinds, return_counts=True)
+            first = model.first_of[found // 2]
+            self._kinds[key] = list(
+                zip(first.tolist(), count.tolist(), (found % 2 == 1).tolist(), strict=True)
+            )
+        return self._kinds[key]
+
+    def _again(self, model: MicrobatchModel, names: tuple[str, ...], policy: str) -> Flags:
+        """Which operators of a stage run again under a policy, however large microbatches are."""
+        key = self._situation.memory.number(names), policy
+        if key not in self._runs_again:
+            graph, dropped = model.graph, model.recomputed(policy)
+            inside = [graph.index[name] for name in names]
+            may = [i for i in inside if graph.operators[i].name in dropped]
+            found = run_again(graph, inside, may) if may else frozenset[int]()
+            self._runs_again[key] = np.array([i in found for i in inside], dtype=np.bool_)
+        return self._runs_again[key]
 
     def _price_number(self, mesh: DeviceMesh) -> int:
         """Equal for meshes on which everything costs the same."""

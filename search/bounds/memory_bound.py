@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
 from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE
@@ -22,7 +25,7 @@ from stratagem.simulator.hardware.headroom import NO_HEADROOM, Headroom
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots, saves_output
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.parameter_homes import use_of
+from stratagem.simulator.sharding.parameter_homes import ParameterUse, use_of
 
 WHOLE = Choice((REPLICATE,))
 """On a mesh of one device every tensor is whole."""
@@ -81,6 +84,7 @@ class HoldingBounds:
         self._models, self._headroom = models, headroom
         self._whole: dict[Any, Footprint] = {}
         self._stages: dict[Any, tuple[int, int]] = {}
+        self._by_policy: dict[Any, tuple[Ints, Ints, list[_Kept]]] = {}
         self._capacities: dict[int, tuple[DeviceMesh, int]] = {}
 
     def excess(self, skeleton: Skeleton) -> Holding | None:
@@ -116,26 +120,56 @@ class HoldingBounds:
         return self._stages[key]
 
     def _count(self, model: MicrobatchModel, names: Sequence[str], policy: str) -> tuple[int, int]:
-        graph = model.graph
-        again, inside = model.recomputed(policy), {graph.index[name] for name in names}
-        fused = self._models.situation.training.fused_elementwise
+        """The same at one number of microbatches: equal operators hold as much."""
+        inside, what, kept = self._kept(model, names, policy)
+        found, count = np.unique(model.kind_of[inside] * len(kept) + what, return_counts=True)
         state = held = 0
-        for i in inside:
-            whole = self._footprint(model, i, inside)
-            state += whole.parameters + whole.gradients + whole.optimizer
-            held += 0 if graph.operators[i].name in again else whole.own
-            for output, nbytes in enumerate(whole.outputs):
-                if nbytes and _is_held(graph, i, output, inside, again, fused=fused):
-                    held += nbytes
+        for kind, times in zip(found.tolist(), count.tolist(), strict=True):
+            k, which = divmod(kind, len(kept))
+            uses, own, outputs = kept[which]
+            whole = self._footprint(model, int(model.first_of[k]), uses)
+            state += times * (whole.parameters + whole.gradients + whole.optimizer)
+            held += times * (own * whole.own + sum(whole.outputs[output] for output in outputs))
         return state, held
 
-    def _footprint(self, model: MicrobatchModel, i: int, inside: set[int]) -> Footprint:
+    def _kept(
+        self, model: MicrobatchModel, names: Sequence[str], policy: str
+    ) -> tuple[Ints, Ints, list[_Kept]]:
+        """The operators of a stage and what it keeps of each, however large microbatches are."""
+        key = self._models.situation.memory.number(names), policy
+        if key not in self._by_policy:
+            graph, again = model.graph, model.recomputed(policy)
+            listed = [graph.index[name] for name in names]
+            inside, number = set(listed), dict[_Kept, int]()
+            fused = self._models.situation.training.fused_elementwise
+            what = []
+            for i in listed:
+                operator = graph.operators[i]
+                kept = _Kept(
+                    tuple(
+                        use_of(graph, graph.owners, operator, weight, inside)
+                        for weight in operator.weights
+                    ),
+                    operator.name not in again,
+                    tuple(
+                        output
+                        for output in range(len(operator.outputs))
+                        if _is_held(graph, i, output, inside, again, fused=fused)
+                    ),
+                )
+                what.append(number.setdefault(kept, len(number)))
+            self._by_policy[key] = (
+                np.array(listed, dtype=np.int64),
+                np.array(what, dtype=np.int64),
+                list(number),
+            )
+        return self._by_policy[key]
+
+    def _footprint(
+        self, model: MicrobatchModel, i: int, uses: tuple[ParameterUse, ...]
+    ) -> Footprint:
         """The bytes of a whole operator, once for equal ones."""
-        graph, operator = model.graph, model.graph.operators[i]
-        uses = tuple(
-            use_of(graph, graph.owners, operator, weight, inside) for weight in operator.weights
-        )
-        key = model.kinds[i], uses
+        operator, key = model.graph.operators[i], (model.kinds[i], uses)
         if key not in self._whole:
             situation = self._models.situation
             on_cpu = all(device.is_cpu for device in situation.cluster.device_types)
@@ -143,6 +177,14 @@ class HoldingBounds:
                 operator, WHOLE, operator.sizes, uses, (1,), situation.training, on_cpu=on_cpu
             )
         return self._whole[key]
+
+
+class _Kept(NamedTuple):
+    """What a stage keeps of an operator: parameters, its own tensors or not, and which results."""
+
+    uses: tuple[ParameterUse, ...]
+    own: bool
+    outputs: tuple[int, ...]
 
 
 def _is_held(

@@ -50,6 +50,9 @@ MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum of their work is limited then (see `outcomes.Sharpened`)."""
+MOST_AHEAD, NEAR_WORK = 32, 3_000_000
+"""Bounds of so few pipelines are sharpened before stages are planned, which may prove that a known
+strategy is near enough; and the work of evaluations by which it is searched then."""
 ROUND = 8
 """Skeletons that are sharpened at the same time, on any number of cores."""
 SHARED_OPERATORS = 100
@@ -59,13 +62,11 @@ MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
 least two for each skeleton that is searched."""
 NEARLY, MOST_NEARLY, NEARLY_SHARE = 1.1, 16, 4
 """Of small models so many skeletons more are searched, with a quarter of the least evaluations,
-where a plan was met that takes less than so many times the best, or none that fits: what those
-that do not fit take tells nothing of the others. So are those that recompute something else on the
-pipeline of the best."""
-
+where a plan was met that takes less than so many times the best, or none that fits (these tell
+nothing of the others); and those that recompute something else on the pipeline of the best."""
 MOST_DESCENTS, DESCENT_EVALUATIONS = 3, 2_000
-"""How often a search goes downhill at last. If the model is small, chains of so many plans
-choose anew on neighbours, what is come to is searched, and the search goes on from there."""
+"""How often a search goes downhill at last; chains of so many plans choose anew on neighbours of
+small models then, what is come to is searched, and the search goes on from there."""
 MOST_AGAIN, AGAIN_NUMBER = 4, 2_000
 """So many of the best skeletons of a small model are searched again with other random numbers, as
 all chains may end beside the best plan where little fits; and the number of the first of these."""
@@ -176,9 +177,9 @@ class SearchCourse:
         own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
         if ahead is not None:
             self._list_idle()
-            if self._is_near_enough():
+            if self._is_near_enough() or self._sharpen_few():
                 known = begun_by(own, self.known_strategies.entries(NEARLY))
-                return self._search_all(known[:num_skeletons]) or StopReason.NEAR
+                return self._end_near(known[:num_skeletons])
             stages, early = self._plan_stages(num_skeletons), None
         planned = space.take_all(space.simulated(stages, offer) if early is None else early)
         near = self._sharpener.neighbourhood(tuple(schedules))
@@ -199,8 +200,7 @@ class SearchCourse:
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
         best_ranked = first_policies(sorted([*refined, *idle], key=lambda e: e.rank))
         if self._is_near_enough():
-            known = begun_by(own, best_ranked)
-            return self._search_all(known[:num_skeletons]) or StopReason.NEAR
+            return self._end_near(begun_by(own, best_ranked)[:num_skeletons])
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
         left = max(0, left - self._bound_found(found, left))
@@ -236,9 +236,26 @@ class SearchCourse:
 
     def _is_near_enough(self) -> bool:
         """Whether the gap that the budget asks for is proved."""
-        best, gap = self.incumbent.time, self.budget.gap
-        may = gap > 0 and np.isfinite(best)
-        return bool(may and best - self.space.known_bound(best) <= gap * best)
+        best, asked = self.incumbent.time, self.budget.gap > 0
+        return bool(asked and np.isfinite(best) and self.space.known_bound(best) >= self._enough)
+
+    def _sharpen_few(self) -> bool:
+        """Sharpen bounds until the gap asked for is proved, where few are short of it."""
+        weak = self.space.open_below(self._enough)
+        if not self._is_small and len(first_policies(weak)) <= MOST_AHEAD:
+            self._certify(len(weak), np.inf, self._shares.past(SURVEYED))
+        return self._is_near_enough()
+
+    @property
+    def _enough(self) -> float:
+        """Seconds under which no plan may be for the gap asked for to be proved."""
+        return self.incumbent.time * (1 - self.budget.gap)
+
+    def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason:
+        """Search by few evaluations, as little can be gained, where that is one an operator."""
+        most = NEAR_WORK / self.space.num_operators
+        few = [entry for entry in known if entry.num_passes <= most]
+        return self._search_all(few, work=NEAR_WORK) or StopReason.NEAR
 
     def _reason(self) -> StopReason:
         """Why a search ends that did all that it set out to do."""
@@ -336,13 +353,17 @@ class SearchCourse:
         return len(self._bound_entries(worth[:most], self._shares.is_up))
 
     def _search_all(
-        self, entries: Sequence[SkeletonEntry], is_enough: Callable[[], bool] = lambda: False
+        self,
+        entries: Sequence[SkeletonEntry],
+        is_enough: Callable[[], bool] = lambda: False,
+        work: float = np.inf,
     ) -> StopReason | None:
-        """Search skeletons one after the other; why it ended before the last."""
+        """Search skeletons, each by evaluations of at most `work` passes; why it ended early."""
         least = self.budget.least(self.space.num_operators)
         for number, entry in enumerate(entries):
             spare = max(0, self.budget.evaluations - self.evaluations)
             share = max(least, -(-spare // (len(entries) - number)))
+            share = int(min(share, work / entry.num_passes))
             self._search_entry(entry, share, number, len(entries))
             if self._shares.is_up():
                 return StopReason.SECONDS
@@ -409,18 +430,8 @@ class SearchCourse:
         A search of fewer skeletons searches what comes behind the first few of this one.
         """
         best = self.incumbent.best
-        like_best = None if best is None else without_policy(self.space.skeleton_of(best.plan))
-        found = [
-            entry
-            for entry in sorted(self.space.entries, key=lambda entry: entry.promise)
-            if entry.fate is Fate.BOUNDED
-            and entry.met is not None
-            and (
-                not entry.fits
-                or entry.met[0].score < NEARLY * self.incumbent.time
-                or without_policy(entry.skeleton) == like_best
-            )
-        ]
+        like = None if best is None else without_policy(self.space.skeleton_of(best.plan))
+        found = self.space.nearly_as_good(NEARLY * self.incumbent.time, like)
         self._search_more(found[:MOST_NEARLY], NEARLY_SHARE)
 
     def _search_found(self, found: Sequence[SkeletonEntry]) -> bool:
@@ -432,12 +443,7 @@ class SearchCourse:
     def _search_again(self, evaluations: int, turn: int) -> bool:
         """Search the best skeletons with other random numbers; whether a better plan was found."""
         before = self.incumbent.time
-        near = [
-            entry
-            for entry in sorted(self.space.entries, key=lambda entry: entry.rank)
-            if entry.fate is Fate.ANNEALED and entry.bound < before
-            if entry.best_time < NEARLY * before or not entry.fits
-        ]
+        near = self.space.searched_below(NEARLY * before, before)
         for number, entry in enumerate(near[:MOST_AGAIN] if evaluations else ()):
             problem = self._problem(entry)
             if problem is None or entry.simulation is None or self._shares.is_up():
@@ -520,16 +526,9 @@ class SearchCourse:
         """
         left = most
         while left and work_left > 0:
-            weak = [
-                entry
-                for entry in self.space.entries
-                if entry.bound < self.incumbent.time * (1 - self.budget.gap)
-                and entry.fate in (Fate.OPEN, Fate.RANKED)
-                and not entry.is_brief
-            ]
+            weak = self.space.open_below(self._enough)
             if not weak:
                 return 0
-            weak.sort(key=lambda e: (e.num_axes, e.bound))
             listed = first_policies(weak)[: min(ROUND, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
             done = self._bound_entries(listed, stop)
@@ -577,7 +576,7 @@ class SearchCourse:
     # -- to whoever watches, and the clock ------------------------------------------------------
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
-        """Tell whoever watches; what comes once more goes on from where the search is."""
+        """Tell whoever watches; what comes once more goes on from there."""
         now = time.monotonic()
         self._fraction = max(self._fraction, fraction)
         if now >= self._bounded_at + BOUNDED_EVERY:

@@ -78,6 +78,11 @@ class SkeletonEntry:
         return max(sum(ways > 1 for ways in mesh.shape) for mesh in self.skeleton.meshes)
 
     @property
+    def num_passes(self) -> int:
+        """Forward passes of a step: of each microbatch through each stage."""
+        return self.skeleton.num_microbatches * len(self.skeleton.stages)
+
+    @property
     def promise(self) -> float:
         """Bound and best plan known together, in seconds: where the least is, one may hope most.
 
@@ -369,6 +374,42 @@ class Space:
             if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
         ]
         return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
+
+    def open_below(self, seconds: float) -> list[SkeletonEntry]:
+        """Skeletons with bounds below, that may become sharper; first those of the fewest axes."""
+        found = [
+            entry
+            for entry in self.entries
+            if entry.bound < seconds
+            and entry.fate in (Fate.OPEN, Fate.RANKED)
+            and not entry.is_brief
+        ]
+        return sorted(found, key=lambda entry: (entry.num_axes, entry.bound))
+
+    def nearly_as_good(self, seconds: float, like: Skeleton | None) -> list[SkeletonEntry]:
+        """Skeletons not searched where a plan below was met, or none that fits, or `like` one."""
+        return [
+            entry
+            for entry in sorted(self.entries, key=lambda entry: entry.promise)
+            if entry.fate is Fate.BOUNDED
+            and entry.met is not None
+            and (
+                not entry.fits
+                or entry.met[0].score < seconds
+                or without_policy(entry.skeleton) == like
+            )
+        ]
+
+    def searched_below(self, seconds: float, bound: float) -> list[SkeletonEntry]:
+        """Skeletons searched by chains with a plan below `seconds`, or none that fits; the best
+        first, and none that no plan below `bound` can be of.
+        """
+        return [
+            entry
+            for entry in sorted(self.entries, key=lambda entry: entry.rank)
+            if entry.fate is Fate.ANNEALED and entry.bound < bound
+            if entry.best_time < seconds or not entry.fits
+        ]
 
     def recut(self, best: float) -> list[Skeleton]:
         """The most promising pipelines with one cut elsewhere, where they compute least at least.

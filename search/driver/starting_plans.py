@@ -20,6 +20,7 @@ from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options, skeleton_of
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.choice import USUAL_TRIES
 from stratagem.simulator.sharding.choice_options import as_tried, tries_of
 from stratagem.simulator.simulation.simulation import Simulation
 
@@ -66,7 +67,7 @@ def entry_of(
 
 
 def options_like(start: Plan | None) -> Options:
-    """What a search may do that is told nothing of that: what the plan to start from does, too.
+    """What a search may do that is told nothing of that: the usual, and what its start does.
 
     Example:
         >>> options_like(None) == Options()
@@ -78,7 +79,11 @@ def options_like(start: Plan | None) -> Options:
         bucket_bytes=start.bucket_bytes,
         inputs_first=start.inputs_first,
         place=start.has_pins,
-        **tries_of(choices_of(start).values()),
+        **{
+            name: tried
+            for name, tried in tries_of(choices_of(start).values()).items()
+            if tried != USUAL_TRIES[name]
+        },
     )
 
 

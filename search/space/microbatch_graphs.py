@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from stratagem.searcher.space.situation import Situation
+from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.sharding.parameter_homes import trainable_weights
 
 
 class MicrobatchModel:
-    """The model at the batch of a microbatch: a kind per operator, equal for equal ones."""
+    """The model at the batch of a microbatch: a kind per operator, equal for equal ones.
+
+    `kind_of` numbers the kinds by operator, and `first_of` says the first operator of each.
+    """
 
     def __init__(self, graph: OperatorGraph, situation: Situation) -> None:
         self.graph = graph
@@ -23,6 +31,12 @@ class MicrobatchModel:
             )
             for operator in graph.operators
         ]
+        first: dict[Any, int] = {}
+        for i, kind in enumerate(self.kinds):
+            first.setdefault(kind, i)
+        number_of = {kind: k for k, kind in enumerate(first)}
+        self.first_of: Ints = np.array(list(first.values()), dtype=np.int64)
+        self.kind_of: Ints = np.array([number_of[kind] for kind in self.kinds], dtype=np.int64)
         self._recomputed: dict[str, frozenset[str]] = {}
 
     def recomputed(self, policy: str) -> frozenset[str]:

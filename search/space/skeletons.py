@@ -6,6 +6,7 @@ A *skeleton* is a plan without its choices: stages, meshes, microbatches and sch
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,9 +34,8 @@ from stratagem.simulator.graph.placement import (
     Config,
     Placement,
     Shard,
-    largest_shard,
     local_sizes,
-    smallest_shard,
+    shards_between,
     splits_of,
     statistics_fit,
     windows_fit,
@@ -92,6 +92,8 @@ class Options(TriedOptions):
     Which options of choices are tried is said as in `TriedOptions`: pieces, fusion and more.
 
     Attributes:
+        regather: as in `TriedOptions`, and tried unless told otherwise: Megatron-LM's sequence
+            parallelism needs it, and it costs nothing but where memory is short.
         recompute: policies tried one after the other until a plan fits (see
             `checkpoint_segments`); without ``"none"`` every stage follows one of these.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded.
@@ -105,6 +107,7 @@ class Options(TriedOptions):
             refuse.
     """
 
+    regather: bool = True
     recompute: tuple[str, ...] = RECOMPUTE_POLICIES
     bucket_bytes: int = 0
     inputs_first: bool = False
@@ -310,10 +313,12 @@ def operator_choices(
 
     A dim may be sharded when it need not be whole, no shard is empty and the shards are balanced
     to `MAX_IMBALANCE`. ZeRO applies where it shards something (`zero_stages_of`), other options
-    where `options` try them and the operator can; `recompute` is the same for all.
+    where `options` try them and the operator can; `recompute` is the same for all. On one device,
+    and where there is no backward pass, nothing is gathered again.
     """
     trains = bool(trainable_weights(graph, operator))
-    asked = asked_of(options)
+    saves = math.prod(shape) > 1 and not graph.is_forward
+    asked = asked_of(options if saves else options.without_savers())
     choices: list[Choice] = []
     for config in _configs(operator, tuple(shape)):
         sizes = local_sizes(operator, config, shape)
@@ -326,25 +331,25 @@ def operator_choices(
 def _configs(operator: Operator, shape: tuple[int, ...]) -> list[Config]:
     if operator.is_source:
         return [(REPLICATE,) * len(shape)]
-    free = [dim for dim in operator.dims if not dim.whole and dim.size > 1]
-    options: list[Placement] = [REPLICATE, *(Shard(dim.name) for dim in free)]
+    free = {dim.name: dim.size for dim in operator.dims if not dim.whole and dim.size > 1}
+    options: list[Placement] = [REPLICATE, *map(Shard, free)]
     axes = [options if ways > 1 else [REPLICATE] for ways in shape]
     return [
         config
         for config in itertools.product(*axes)
-        if all(_is_balanced(dim.size, splits_of(config, dim.name, shape)) for dim in free)
+        if all(
+            _is_balanced(free[str(p.dim)], tuple(splits_of(config, p.dim, shape)))
+            for p in config
+            if type(p) is Shard
+        )
         and windows_fit(operator, config, shape)
         and statistics_fit(operator, config, shape)
     ]
 
 
-def _is_balanced(size: int, splits: Sequence[int]) -> bool:
-    ways = 1
-    for n in splits:
-        ways *= n
-    if smallest_shard(size, splits) < 1:
-        return False
-    return largest_shard(size, splits) <= (1 + MAX_IMBALANCE) * size / ways
+def _is_balanced(size: int, splits: tuple[int, ...]) -> bool:
+    smallest, largest = shards_between(size, splits)
+    return smallest > 0 and largest <= (1 + MAX_IMBALANCE) * size / math.prod(splits)
 
 
 def stage_meshes(

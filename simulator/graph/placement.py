@@ -202,6 +202,17 @@ def splits_of(placements: Sequence[Placement], dim: str | int, shape: Sequence[i
     return [n for p, n in zip(placements, shape, strict=True) if type(p) is Shard and p.dim == dim]
 
 
+@functools.lru_cache(maxsize=100_000)
+def shards_between(size: int, splits: tuple[int, ...]) -> tuple[int, int]:
+    """Numbers of elements of the smallest and the largest shard.
+
+    Example:
+        >>> shards_between(10, (4,)), shards_between(5, (4,))
+        ((1, 3), (0, 2))
+    """
+    return smallest_shard(size, splits), largest_shard(size, splits)
+
+
 def largest_shard(size: int, splits: Sequence[int]) -> int:
     """Number of elements of the largest shard."""
     for ways in splits:
@@ -220,19 +231,17 @@ def smallest_shard(size: int, splits: Sequence[int]) -> int:
 
 def local_sizes(operator: Operator, config: Config, shape: Sequence[int]) -> dict[str, int]:
     """Size of each dim on the device with the most work."""
-    sizes = {dim.name: dim.size for dim in operator.dims}
-    slides = {dim: split_with(operator, dim) for dim in operator.windows.values()}
+    sizes, cut = dict(operator.sizes), operator.cut_by
     for placement, ways in zip(config, shape, strict=True):
         if type(placement) is Shard:
-            for dim in sizes:
-                if slides.get(dim, dim) == placement.dim:
-                    sizes[dim] = -(-sizes[dim] // ways)
+            for dim in cut.get(str(placement.dim), ()):
+                sizes[dim] = -(-sizes[dim] // ways)
     return sizes
 
 
 def split_with(operator: Operator, dim: str) -> str:
     """The dim whose sharding shards `dim`: itself, or what slides over it (see `image_splits`)."""
-    return next((loop for loop, inside in operator.windows.items() if inside == dim), dim)
+    return next((by for by, dims in operator.cut_by.items() if dim in dims), dim)
 
 
 @functools.cache

@@ -152,6 +152,18 @@ class Operator:
         return {loop: inside for read in self.inputs for loop, inside in read.windows}
 
     @cached_property
+    def cut_by(self) -> dict[str, tuple[str, ...]]:
+        """Per dim, those that sharding it shards: itself, or what it slides over as well."""
+        slides: dict[str, str] = {}
+        for loop, inside in self.windows.items():
+            slides.setdefault(inside, loop)
+        found: dict[str, tuple[str, ...]] = {}
+        for dim in self.dims:
+            by = slides.get(dim.name, dim.name)
+            found[by] = (*found.get(by, ()), dim.name)
+        return found
+
+    @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Equal for two operators that cost the same under equal configs (names left out)."""
         return (

@@ -43,6 +43,8 @@ from stratagem.simulator.simulation.simulation import Simulation
 
 TOLD = 4
 """Microbatches a rank after which no schedule that does not run ahead holds more."""
+MOST_WITHOUT_ROOM = 3
+"""Where no setup can fit, so many say what the family would need."""
 _EACH_SYNC = (0.0, 0.0, 0.5, 1.5)
 """By ZeRO stage, how many all-reduces of gradients a microbatch's gathers and syncs are worth."""
 
@@ -94,7 +96,7 @@ def screen(
     A setup is left out if it cannot be built, if its need is more than a device has, or if its
     bound is no better than the best plan found; these are certain. The others are simulated by
     their estimates, shortest first, until `max_simulated` of them fit, or three times as many were
-    tried. Where no setup can fit, those with the least need are simulated.
+    tried. Where no setup can fit, `MOST_WITHOUT_ROOM` with the least need are simulated at most.
 
     Example:
         >>> from stratagem.simulator.hardware.cluster import Cluster
@@ -128,13 +130,14 @@ def screen(
             reason = f"needs at least {gib:.1f} GiB of a device's {there:.1f} GiB"
             dropped.append(Dropped(outlook.setup, reason))
     ranked = sorted(fitting, key=lambda o: o.estimate) or sorted(outlooks, key=lambda o: o.need)
+    most = 3 * max_simulated if fitting else min(max_simulated, MOST_WITHOUT_ROOM)
     simulated: list[Simulation] = []
     for outlook in ranked:
         found = [s.step_time for s in simulated if s.fits]
         best = min(found, default=float("inf"))
         if outlook.bound >= best:
             reason = f"takes at least {outlook.bound:.4g} s; another plan takes {best:.4g} s"
-        elif len(found) >= max_simulated or len(simulated) >= 3 * max_simulated:
+        elif len(found) >= max_simulated or len(simulated) >= most:
             reason = f"estimated at {outlook.estimate:.4g} s, after {len(simulated)} before it"
         else:
             plan = outlook.setup.plan(situation.graph, situation.cluster)

@@ -103,7 +103,16 @@ def skeleton(s: Situation, schedule: Schedule, ways: int) -> Skeleton:
 
 
 def problem_of(s: Situation, own: Skeleton, zero_stages: tuple[int, ...] = (0,)) -> Problem:
-    return make_problem(s.graph, own, s.cluster, s.training, s.costs, zero_stages, s.memory)
+    return make_problem(
+        s.graph,
+        own,
+        s.cluster,
+        s.training,
+        s.costs,
+        zero_stages,
+        s.memory,
+        Options(regather=False),
+    )
 
 
 HOMES = [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1]]

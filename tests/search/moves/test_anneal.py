@@ -206,7 +206,8 @@ def test_chains_that_cross_plans_that_do_not_fit_come_further() -> None:
     mesh = DeviceMesh((MeshAxis("outer", 2), MeshAxis("inner", 2)), (0, 1, 2, 3))
     skeleton = Skeleton((tuple(op.name for op in graph.operators),), (mesh,), 1, "1f1b")
     cluster, costs = tight(base, 6.38 / 1024), default_costs()
-    p = make_problem(graph, skeleton, cluster, Training(eager_loss=True), costs, (0, 2, 3))
+    training, options = Training(eager_loss=True), Options(regather=False)
+    p = make_problem(graph, skeleton, cluster, training, costs, (0, 2, 3), options=options)
     start = p.encode(data_parallel(graph, mesh.shape, zero=3))
     ends = {}
     for weight in (OVER_MEMORY, SOFT):

@@ -16,7 +16,7 @@ from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.skeletons import ZERO_STAGES, Skeleton, stage_meshes
+from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, Skeleton, stage_meshes
 from stratagem.searcher.space.strategies import data_parallel, with_recompute
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
@@ -53,7 +53,15 @@ def _problem() -> tuple[Problem, tuple[int, ...]]:
     cluster = little_memory()
     mesh = stage_meshes(range(3), cluster)[0]
     skeleton = Skeleton((GRAPH.names,), (mesh,), 1, "1f1b", recompute="full")
-    made = make_problem(GRAPH, skeleton, cluster, Training(), default_costs(), ZERO_STAGES)
+    made = make_problem(
+        GRAPH,
+        skeleton,
+        cluster,
+        Training(),
+        default_costs(),
+        ZERO_STAGES,
+        options=Options(regather=False),
+    )
     return made, mesh.shape
 
 

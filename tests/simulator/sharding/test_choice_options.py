@@ -25,7 +25,7 @@ from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_rows import OperatorRow, PricedTime
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.sharding.choice import OPTIONS, Choice, ChoiceOption
+from stratagem.simulator.sharding.choice import OPTIONS, USUAL_TRIES, Choice, ChoiceOption
 from stratagem.simulator.sharding.choice_options import as_tried
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
 from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
@@ -156,7 +156,7 @@ def test_each_option_of_a_search_is_one_of_the_command_line(option: ChoiceOption
 def test_what_is_not_tried_is_taken_away(option: ChoiceOption) -> None:
     chosen = with_option(option)
     assert as_tried(chosen, ALL) is chosen
-    rest = {option.tried_by: Options.__dataclass_fields__[option.tried_by].default}
+    rest = {option.tried_by: USUAL_TRIES[option.tried_by]}
     if option.name == "chunks":
         rest["stream"] = False
     without = replace(ALL, **rest)

@@ -9,9 +9,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from stratagem.simulator.sharding.choice import OPTIONS, USUAL_TRIES, ChoiceOption
+from stratagem.searcher.space.skeletons import Options
+from stratagem.simulator.sharding.choice import OPTIONS, ChoiceOption
 
 Verb = Callable[..., None]
+_TRIED = Options()
+"""What searches try that are told nothing."""
 
 
 def takes_tried_options(behind: str) -> Callable[[Verb], Verb]:
@@ -22,7 +25,7 @@ def takes_tried_options(behind: str) -> Callable[[Verb], Verb]:
         ... def verb(model: str, *, tried: dict[str, Any]) -> None:
         ...     print(model, tried)
         >>> verb(model="gpt", fuse=True, chunks=[4, 2])
-        gpt {'chunks': (1, 2, 4), 'fuse': True, 'regather': False, 'stream': False}
+        gpt {'chunks': (1, 2, 4), 'fuse': True, 'regather': True, 'stream': False}
 
     Args:
         behind: the parameter behind which they are listed.
@@ -50,23 +53,26 @@ def takes_tried_options(behind: str) -> Callable[[Verb], Verb]:
 
 
 def _usual() -> list[tuple[str, Any]]:
-    return [(each.tried_by, USUAL_TRIES[each.tried_by]) for each in OPTIONS if each.tried_by]
+    named = (option.tried_by for option in OPTIONS if option.tried_by)
+    return [(name, getattr(_TRIED, name)) for name in named]
 
 
 def _parameter(option: ChoiceOption) -> inspect.Parameter:
     """A flag, or numbers of which each is given by itself."""
-    name, lists = option.tried_by, isinstance(USUAL_TRIES[option.tried_by], tuple)
-    told = typer.Option(f"--{name.replace('_', '-')}", help=option.help)
+    name, usual = option.tried_by, getattr(_TRIED, option.tried_by)
+    flag, lists = name.replace("_", "-"), isinstance(usual, tuple)
+    names = f"--{flag}/--no-{flag}" if usual is True else f"--{flag}"
+    told = typer.Option(names, help=option.help)
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=None if lists else False,
+        default=None if lists else usual,
         annotation=Annotated[list[int] | None, told] if lists else Annotated[bool, told],
     )
 
 
 def _asked(given: Any, usual: Any) -> Any:
-    """What is tried beside what is usual."""
+    """What is tried: numbers beside what is usual, or what was said."""
     if isinstance(usual, tuple):
         return tuple(sorted({*usual, *(given or ())}))
-    return bool(given)
+    return usual if given is None else bool(given)
