@@ -11,7 +11,8 @@ from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.sharding.choice_options import as_tried
+from stratagem.simulator.sharding.choice import OPTIONS
+from stratagem.simulator.sharding.choice_options import tries_of
 from stratagem.simulator.simulation.simulation import Simulation
 
 
@@ -68,16 +69,25 @@ class Incumbent:
 
         No bound is about others: they may be faster than any plan of the space.
         """
-        if plan.make_schedule().update_every is not None:
-            return False
+        return plan.make_schedule().update_every is None and not self.lacks(plan)
+
+    def lacks(self, plan: Plan) -> list[str]:
+        """The options that would allow what a plan does and these do not, as one gives them."""
         o = self._options
         chosen = [choice for stage in plan.stages for choice in stage.choices.values()]
-        return (
-            (o.inputs_first or not plan.inputs_first)
-            and plan.bucket_bytes == o.bucket_bytes
-            and (o.place or not plan.has_pins)
-            and all(as_tried(choice, o) is choice for choice in chosen)
-        )
+        tries = tries_of(chosen)
+        found = [
+            f"{option.tried_by}={tries[option.tried_by]}"
+            for option in OPTIONS
+            if any(not option.allows(o, getattr(choice, option.name)) for choice in chosen)
+        ]
+        if plan.inputs_first and not o.inputs_first:
+            found.append("inputs_first=True")
+        if plan.bucket_bytes != o.bucket_bytes:
+            found.append(f"bucket_bytes={plan.bucket_bytes}")
+        if plan.has_pins and not o.place:
+            found.append("place=True")
+        return found
 
     def _extend_front(self, simulation: Simulation) -> None:
         devices = simulation.plan.num_devices

@@ -381,7 +381,7 @@ def _search_graph(
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
-        notes={**run.notes, **_not_compared(run), **not_tried(unasked), **_batch_note(graph)},
+        notes={**run.notes, **_of_baselines(run), **not_tried(unasked), **_batch_note(graph)},
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
@@ -390,10 +390,15 @@ def _search_graph(
     )
 
 
-def _not_compared(run: SearchCourse) -> dict[str, str]:
-    """Which methods that were asked for are no baselines, and why."""
+def _of_baselines(run: SearchCourse) -> dict[str, str]:
+    """Methods that are no baselines, and baselines faster than all that was to be found."""
     left_out = run.known_strategies.left_out
-    return {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
+    notes = {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
+    for name, known in run.baselines.items():
+        lacks = run.incumbent.lacks(known.plan)
+        if known.fits and known.step_time < run.incumbent.time and lacks:
+            notes[f"faster than the plan: {name}"] = f"give Options({', '.join(lacks)})"
+    return notes
 
 
 def _at_most(bound: float | None, best: Simulation) -> float | None:

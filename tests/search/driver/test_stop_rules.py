@@ -131,3 +131,20 @@ def test_a_gap_that_says_nothing_is_refused() -> None:
         with pytest.raises(ValueError, match="it is a share of the step"):
             Budget(gap=gap)
     assert Budget(100, gap=0.01).share(2, 0, 0.0) == Budget(50, gap=0.01)
+
+
+def test_few_bounds_are_sharpened_before_stages_are_planned() -> None:
+    """The best known strategy of GPT-3 was near enough, and stages were planned all the same."""
+    graph = gpt(
+        num_layers=12, hidden=4096, num_heads=32, vocabulary=51200, sequence=1024, batch=64
+    )
+    cluster = Cluster.preset("dgx-a100", num_nodes=2)
+    told: list[str] = []
+    result = search(
+        graph, cluster, budget=Budget(gap=0.0102), progress=lambda p: told.append(p.phase)
+    )
+    assert result.stop_reason is StopReason.NEAR
+    assert "sharpening bounds" in told
+    assert "planning stages" not in told
+    best = min(s.step_time for s in result.baselines.values() if s.fits)
+    assert result.simulation.step_time <= best

@@ -21,6 +21,7 @@ from stratagem.searcher.methods.literature import (
     zero_setups,
 )
 from stratagem.searcher.methods.literature.device_placement_rl import _Policy
+from stratagem.searcher.methods.literature.setup_screening import MOST_WITHOUT_ROOM
 from stratagem.searcher.methods.literature.shortened_models import shortened
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import operator_choices
@@ -187,6 +188,18 @@ def test_what_cannot_fit_is_not_simulated() -> None:
         ],
     )
     assert any("needs at least" in dropped.reason for dropped in found.dropped)
+
+
+def test_where_nothing_fits_few_are_simulated() -> None:
+    """All that a family of GPT-3 might do was simulated, to say by how much it does not fit."""
+    graph = gpt(
+        num_layers=24, hidden=8192, num_heads=64, vocabulary=51200, sequence=2048, batch=16
+    )
+    setups = [TrainingSetup(microbatch=m, training=HALF) for m in (1, 2, 4, 8, 16)]
+    found = screen(situation(graph), setups)
+    assert len(found.simulated) == MOST_WITHOUT_ROOM < len(setups)
+    assert not any(simulation.fits for simulation in found.simulated)
+    assert all("estimated at" in dropped.reason for dropped in found.dropped)
 
 
 def test_megatron_setups_are_all_degrees_that_divide() -> None:
