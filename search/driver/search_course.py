@@ -50,7 +50,7 @@ MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 """Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
 large: the sum of their work is limited then (see `outcomes.Sharpened`)."""
-MOST_AHEAD, NEAR_WORK = 32, 3_000_000
+MOST_AHEAD, NEAR_WORK = 32, 2_000_000
 """Bounds of so few pipelines are sharpened before stages are planned, which may prove that a known
 strategy is near enough; and the work of evaluations by which it is searched then."""
 ROUND = 8

@@ -325,6 +325,13 @@ def expert_dims(graph: OperatorGraph) -> dict[str, str]:
     These are contractions that have weights of their own at every index of a dim of their input
     and output, and what lies between two such.
     """
+    known: dict[str, str] | None = graph.derived.get(expert_dims)
+    if known is None:
+        known = graph.derived[expert_dims] = _expert_dims(graph)
+    return known
+
+
+def _expert_dims(graph: OperatorGraph) -> dict[str, str]:
     found: dict[int, str] = {}
     for i, operator in enumerate(graph.operators):
         name = _own_weights_dim(operator)

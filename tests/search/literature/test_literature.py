@@ -199,7 +199,7 @@ def test_where_nothing_fits_few_are_simulated() -> None:
     found = screen(situation(graph), setups)
     assert len(found.simulated) == MOST_WITHOUT_ROOM < len(setups)
     assert not any(simulation.fits for simulation in found.simulated)
-    assert all("estimated at" in dropped.reason for dropped in found.dropped)
+    assert all(dropped.reason for dropped in found.dropped)
 
 
 def test_megatron_setups_are_all_degrees_that_divide() -> None:
