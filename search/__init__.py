@@ -2,5 +2,5 @@
 
 It is imported as `stratagem.searcher`; `stratagem.search` is the function. Rooms in the order that
 data flows: `space`, `problem`, `annealing`, `bounds`, `stage_dp`, `ilp`, `improvement`, `methods`,
-`driver`, `report`; beside them `planners` and `processes`.
+`driver`, `report`; beside them `planners`, `processes` and `robustness`.
 """

@@ -15,6 +15,7 @@ import numpy as np
 
 from stratagem.searcher.driver.incumbent import FrontPoint, TracePoint
 from stratagem.searcher.driver.saved_result import (
+    KeptDraws,
     KeptPoint,
     KeptSeconds,
     KeptSpace,
@@ -23,8 +24,9 @@ from stratagem.searcher.driver.saved_result import (
     read_seconds,
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
-from stratagem.searcher.improvement.simpler_plans import TELLS_APART, variety
+from stratagem.searcher.improvement.simpler_plans import simplicity_in_words
 from stratagem.searcher.methods.simple_strategies import with_experts
+from stratagem.searcher.robustness.robust_choice import FOUND, TELLS_APART, Robustness
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
@@ -58,7 +60,6 @@ UNBOUNDED = {
 
 NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
-
 
 LEAST_SEARCHED, SEARCHED_OPERATORS = 128_000, 6_400_000
 """Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
@@ -182,11 +183,15 @@ class SearchResult(SavedValue):
         stop_reason: why the search ended.
         evaluations: plans that chains decided on.
         seconds: wall time of the search.
-        fastest: where the simplest plan was asked for and is another one, the fastest; else None.
+        fastest: where the simplest plan was asked for and another one takes less, the fastest;
+            else None.
         headroom: of each device's memory what was to stay free. Bounds and the certificate are of
             plans that leave it free; baselines that do not keep their row and are marked.
         unbounded: forms in which plans were tried that no bound is about: with sliced tokens, and
             on many devices in two directions and with operators on parts of meshes.
+        robustness: what the plans compared take under drawn errors of the prices; None where
+            errors were not drawn (`notes` say why; `sg.robustness` draws them).
+        exports: formats of other programs that say the plan without loss; None if nobody looked.
     """
 
     FILE: ClassVar[str] = "search result"
@@ -208,6 +213,8 @@ class SearchResult(SavedValue):
     fastest: Simulation | None = None
     headroom: Headroom = NO_HEADROOM
     unbounded: tuple[Form, ...] = ()
+    robustness: Robustness | None = None
+    exports: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
         """The text of the file of a search: all of the above, baselines in brief."""
@@ -229,6 +236,8 @@ class SearchResult(SavedValue):
             fastest=None if self.fastest is None else self.fastest.kept(brief=True),
             headroom=self.headroom,
             unbounded=self.unbounded,
+            robustness=None if self.robustness is None else KeptDraws.of(self.robustness),
+            exports=self.exports,
         )
         return encode({**RESULT_FORM.head, "result": kept})
 
@@ -275,7 +284,13 @@ class SearchResult(SavedValue):
     def _compared(self) -> dict[str, Simulation]:
         """The plan found, the fastest where that is another one, and the baselines."""
         fastest = {} if self.fastest is None else {"fastest plan": self.fastest}
-        return {"found plan": self.simulation, **fastest, **self.baselines}
+        return {FOUND: self.simulation, **fastest, **self.baselines}
+
+    @property
+    def compared(self) -> dict[str, Plan]:
+        """The plan found, the fastest where that is another one, and the baselines that fit."""
+        found = self._compared
+        return {name: s.plan for name, s in found.items() if name == FOUND or self.fits(s)}
 
     def fits(self, simulation: Simulation) -> bool:
         """Whether a plan leaves the headroom of the search free."""
@@ -340,8 +355,18 @@ class SearchResult(SavedValue):
             return f"proved: no plan {everything} takes less than {format_duration(step)}"
         return (
             f"no plan {everything} takes less than {format_duration(self.bound)}: "
-            f"this one is at most {100 * (self.gap or 0.0):.1f} % from the best{self._of_listed}"
+            f"this one is at most {100 * (self.gap or 0.0):.1f} % from the best"
+            f"{self._of_the_other}{self._of_listed}"
         )
+
+    @property
+    def _of_the_other(self) -> str:
+        """How far the fastest plan may be from the best, where that is another one."""
+        if self.fastest is None or self.bound is None:
+            return ""
+        gap = max(0.0, 1 - self.bound / self.fastest.step_time)
+        proved = f"at most {100 * gap:.1f} %" if gap >= PROVED_GAP else "is proved to be the best"
+        return f", the fastest one {proved}"
 
     @property
     def _is_beside(self) -> bool:
@@ -396,7 +421,9 @@ class SearchResult(SavedValue):
     def table(self) -> Table:
         """The plan found and the known strategies, the fastest that fits first.
 
-        Of setups that share experts out it is said how many ways (see `with_experts`).
+        Where errors of prices were drawn it is said in which share of the draws each plan is the
+        best, and what it loses at worst. Of setups that share experts out it is said how many ways
+        (see `with_experts`).
         """
         columns = {
             "strategy": Unit.TEXT,
@@ -405,14 +432,20 @@ class SearchResult(SavedValue):
             "memory per device": Unit.BYTES,
             "fits": Unit.TEXT,
         }
+        sure = {} if self.robustness is None else self.robustness.by_plan
+        if sure:
+            columns |= {"best in": Unit.SHARE, "lost at worst": Unit.SHARE}
         ours = self.simulation.step_time
-        found, *known = (
-            (with_experts(name, each.plan), time, time / ours - 1.0, peak, self.fitting(each))
-            for (name, time, peak, _), each in zip(self.rows, self._compared.values(), strict=True)
-        )
+        rows: list[tuple[Any, ...]] = []
+        for name, s in self._compared.items():
+            told = (self.fitting(s), *(sure.get(name, (None, None)) if sure else ()))
+            times = s.step_time, s.step_time / ours - 1.0
+            rows.append((with_experts(name, s.plan), *times, s.peak_memory, *told))
+        found, *known = rows
         known.sort(key=lambda row: (FITTING.index(row[4]), row[1]))
         title = f"{self.graph.name} on {self.plan.cluster.name}"
-        return Table(title, columns, (found, *known))
+        note = "" if self.robustness is None else self.robustness.note
+        return Table(title, columns, (found, *known), note)
 
     @property
     def curve(self) -> str:
@@ -431,27 +464,20 @@ class SearchResult(SavedValue):
     def _words(self) -> str:
         """How good the plan is, and what was done for it."""
         vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
-        told = self._of_gap, self._of_headroom, vain, self.simulation.crowded
+        simple, unsure = self.simplicity, self._of_errors
+        told = simple[:1].upper() + simple[1:], self._of_gap, self._of_headroom, unsure, vain
+        told = (*told, self.simulation.crowded)
+        of_fastest = "of the fastest, " if self.fastest is not None else ""
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
-            f"{self._of_fastest}{self.stop_reason.value}.{self._caveat}"
+            f"{of_fastest}{self.stop_reason.value}.{self._caveat}"
             + "".join(f" {more}." for more in told if more)
         )
 
     @property
     def simplicity(self) -> str:
         """How alike the plan treats like layers, and what that costs, in a sentence."""
-        more, fastest = variety(self.plan, self.graph), self.fastest
-        words = "like layers are treated alike"
-        if more:
-            words = f"like layers are treated in {more} way{'s' * (more > 1)} more than one"
-        if fastest is None:
-            return words
-        costs = self.simulation.step_time / fastest.step_time - 1
-        return (
-            f"{words}; the fastest plan has {variety(fastest.plan, self.graph)} more and takes "
-            f"{format_duration(fastest.step_time)}, {100 * costs / (1 + costs):.1f} % less"
-        )
+        return simplicity_in_words(self.simulation, self.fastest, self.graph, self.exports)
 
     @property
     def _of_gap(self) -> str:
@@ -470,9 +496,10 @@ class SearchResult(SavedValue):
         return f"Of the memory {self.headroom} had to stay free" if self.headroom else ""
 
     @property
-    def _of_fastest(self) -> str:
-        """Which plan the search ended with, where that is another one."""
-        return "" if self.fastest is None else f"{self.simplicity}; of the fastest, "
+    def _of_errors(self) -> str:
+        """How sure the choice is, where errors were drawn."""
+        sure = self.robustness
+        return "" if sure is None else f"The plan found is {sure.in_words}"
 
     @property
     def _caveat(self) -> str:
@@ -523,6 +550,8 @@ class _KeptResult:
     fastest: KeptSimulation | None = None
     headroom: Headroom = NO_HEADROOM
     unbounded: tuple[Form, ...] = ()
+    robustness: KeptDraws | None = None
+    exports: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -542,7 +571,7 @@ def _read(kept: _KeptResult) -> SearchResult:
         name: msgspec.to_builtins(getattr(kept, name))
         for name in (
             *("bound", "listed_bound", "space", "front", "trace", "evaluations", "seconds"),
-            "headroom",
+            *("headroom", "robustness"),
         )
     }
     check_numbers(figures, "its result", least=1e-30, most=2.0**62)
@@ -564,4 +593,6 @@ def _read(kept: _KeptResult) -> SearchResult:
         fastest=None if kept.fastest is None else Simulation.from_kept(kept.fastest),
         headroom=kept.headroom,
         unbounded=kept.unbounded,
+        robustness=None if kept.robustness is None else kept.robustness.robustness(),
+        exports=kept.exports,
     )

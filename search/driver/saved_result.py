@@ -12,6 +12,8 @@ import numpy as np
 
 from stratagem.searcher.driver.incumbent import FrontPoint, TracePoint
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
+from stratagem.searcher.robustness.erring_prices import PriceGroup
+from stratagem.searcher.robustness.robust_choice import Robustness
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.simulator.base.packed_numbers import packed, unpacked
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -190,3 +192,46 @@ class KeptTrace:
     def point(self) -> TracePoint:
         """The point that was kept."""
         return TracePoint(self.evaluations, self.skeleton, read_seconds(self.best))
+
+
+@dataclass(frozen=True)
+class KeptDraws:
+    """What plans take under drawn errors, as files have it: `Robustness`, groups in order."""
+
+    names: tuple[str, ...]
+    nominal: tuple[float, ...]
+    steps: tuple[tuple[float, ...], ...]
+    errors: tuple[float, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, sure: Robustness) -> KeptDraws:
+        """What is kept of drawn errors."""
+        return cls(
+            sure.names,
+            tuple(sure.nominal.tolist()),
+            tuple(map(tuple, sure.steps.tolist())),
+            tuple(sure.errors[group] for group in PriceGroup),
+            sure.seed,
+        )
+
+    def robustness(self) -> Robustness:
+        """The same as it was.
+
+        Raises:
+            ValueError: a draw has not one step above 0 a plan, or a group of prices has no error.
+        """
+        plans, groups = len(self.names), len(PriceGroup)
+        if not self.steps or {len(self.nominal), *map(len, self.steps)} != {plans}:
+            raise ValueError(f"draws of errors: each has one step for each of {plans} plans")
+        if min(min(each) for each in (self.nominal, *self.steps)) <= 0:
+            raise ValueError("draws of errors: a plan takes no time; steps are above 0 seconds")
+        if len(self.errors) != groups:
+            raise ValueError(f"{len(self.errors)} errors of prices for {groups} groups of them")
+        return Robustness(
+            self.names,
+            np.array(self.nominal),
+            np.array(self.steps),
+            dict(zip(PriceGroup, self.errors, strict=True)),
+            self.seed,
+        )

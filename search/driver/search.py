@@ -22,12 +22,14 @@ from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.driver.starting_plans import options_like
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
-from stratagem.searcher.improvement.simpler_plans import TELLS_APART, simplest
+from stratagem.searcher.improvement.simpler_plans import simplest
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, digest
 from stratagem.searcher.processes.garbage_collection import seldom_collected
+from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
+from stratagem.searcher.robustness.robust_choice import TELLS_APART, drawn_steps
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.schedule_traits import Form, schedules_of
@@ -73,7 +75,9 @@ def search(
     num_threads: int | None = None,
     num_rewritten: int = 0,
     prefer: str = "fastest",
+    draws: int = 0,
     progress: ProgressReport | None = None,
+    interrupts: Interrupts | None = None,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
 
@@ -136,8 +140,12 @@ def search(
             algebraic substitutions make best of (see `graph_rewrites`); evaluations and seconds of
             the budget are shared.
         prefer: ``"fastest"``, or ``"simplest"``: of the plans that a prediction cannot tell from
-            the fastest, the one that treats like layers most alike (see `simpler_plans`).
+            the fastest, the one that treats like layers most alike (see `simpler_plans`). Where a
+            gap was asked for and is proved, the simplest one keeps to it, too.
+        draws: how often errors of the prices are drawn (see `report.robustness`), for
+            `SearchResult.robustness`.
         progress: called often with a `Progress`.
+        interrupts: that somebody hears already.
 
     Returns:
         The best plan that fits, with its bound and baselines; where nothing fits, the plan closest
@@ -147,10 +155,10 @@ def search(
         ValueError: the constraints leave no plan, an argument and a constraint leave nothing that
             both allow, the checkpoint is another search's, or `start` is a plan for another model,
             cluster or training.
-        KeyboardInterrupt: it was interrupted before it knew any plan, and again before the first
-            known strategy was simulated; or the constraints allow none of these.
+        KeyboardInterrupt: it was interrupted twice; or once, before it knew any plan, where the
+            constraints allow no known strategy.
     """
-    _check_counts(num_skeletons, num_bounded, zero_stages)
+    _check_counts(num_skeletons, num_bounded, zero_stages, draws)
     if prefer not in PREFERENCES:
         raise unknown("preference", prefer, PREFERENCES)
     spend, base = budget or _usual_budget(graph), _training(training, start)
@@ -165,38 +173,65 @@ def search(
         wishes = replace(wishes, recompute=allowed.recompute)
     wishes.check_axes(_axes(start))
     wishes.check_degrees(graph, cluster.num_devices)
-    situation = Situation(graph, cluster, base, costs_or_default(costs))
-    others, left_out = _rewritten(situation, wishes, num_rewritten)
-    graphs = [Rewritten(graph), *others]
-    parts: list[SearchResult] = []
-    for number, each in enumerate(graphs):
-        try:
-            part = _search_graph(
-                replace(situation, graph=each.graph, clock=SearchClock()),
-                budget=spend.share(len(graphs), number, time.monotonic() - begin),
-                seed=seed,
-                num_skeletons=num_skeletons,
-                num_bounded=num_bounded,
-                options=allowed,
-                wishes=wishes,
-                baselines=QUICK_METHODS if baselines is None else baselines,
-                start=start if not each.steps else None,
-                checkpoint=checkpoint if not each.steps else None,
-                num_threads=num_threads,
-                prefer=prefer,
-                progress=progress or (lambda _: None),
-            )
-        except KeyboardInterrupt:
-            if not parts:
-                raise
-            parts[-1] = replace(parts[-1], stop_reason=StopReason.INTERRUPTED)
-            break
-        if budget is None and part.stop_reason is StopReason.NEAR:
-            part = replace(part, stop_reason=StopReason.ALIKE)
-        parts.append(part)
-        if part.stop_reason is StopReason.INTERRUPTED:
-            break
-    return _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+    heard = interrupts or Interrupts()
+    with heard.heard():
+        prices, clock = costs_or_default(costs), SearchClock(interrupts=heard)
+        situation = Situation(graph, cluster, base, prices, clock=clock)
+        others, left_out = _rewritten(situation, wishes, num_rewritten)
+        graphs = [Rewritten(graph), *others]
+        parts: list[SearchResult] = []
+        for number, each in enumerate(graphs):
+            try:
+                part = _search_graph(
+                    replace(situation, graph=each.graph, clock=SearchClock(interrupts=heard)),
+                    budget=spend.share(len(graphs), number, time.monotonic() - begin),
+                    seed=seed,
+                    num_skeletons=num_skeletons,
+                    num_bounded=num_bounded,
+                    options=allowed,
+                    wishes=wishes,
+                    baselines=QUICK_METHODS if baselines is None else baselines,
+                    start=start if not each.steps else None,
+                    checkpoint=checkpoint if not each.steps else None,
+                    num_threads=num_threads,
+                    prefer=prefer,
+                    progress=progress or (lambda _: None),
+                )
+            except KeyboardInterrupt:
+                if not parts or heard.count > 1:
+                    raise
+                parts[-1] = replace(parts[-1], stop_reason=StopReason.INTERRUPTED)
+                break
+            if budget is None and part.stop_reason is StopReason.NEAR:
+                part = replace(part, stop_reason=StopReason.ALIKE)
+            parts.append(part)
+            if part.stop_reason is StopReason.INTERRUPTED:
+                break
+        found = _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+        if not draws or not found.simulation.fits:
+            return found
+        if spend.seconds is not None:
+            clock.until = begin + spend.seconds
+        return _with_draws(found, situation, draws, seed)
+
+
+def _with_draws(found: SearchResult, situation: Situation, draws: int, seed: int) -> SearchResult:
+    """What a search found with how sure its choice is, if there is time to price all plans."""
+    why = "the time of the budget was spent"
+    try:
+        if found.stop_reason is StopReason.INTERRUPTED:
+            raise KeyboardInterrupt
+        check, costs = situation.clock.check, situation.costs
+        sure = drawn_steps(found.graph, found.compared, costs, draws=draws, seed=seed, check=check)
+        return replace(found, robustness=sure)
+    except OutOfTimeError:
+        pass
+    except KeyboardInterrupt:
+        if situation.clock.interrupts.count > 1:
+            raise
+        why = "the search was interrupted"
+    told = f"not drawn: {why}; sg.robustness(result) draws them"
+    return replace(found, notes={**found.notes, "errors of prices": told})
 
 
 def _usual_budget(graph: OperatorGraph) -> Budget:
@@ -205,9 +240,11 @@ def _usual_budget(graph: OperatorGraph) -> Budget:
 
 
 def _check_counts(
-    num_skeletons: int, num_bounded: int | None, zero_stages: Sequence[int] | None
+    num_skeletons: int, num_bounded: int | None, zero_stages: Sequence[int] | None, draws: int
 ) -> None:
-    """Refuse numbers of skeletons that say nothing, and ZeRO stages that there are not."""
+    """Refuse numbers of skeletons and draws that say nothing, and ZeRO stages there are not."""
+    if draws < 0:
+        raise ValueError(f"draws is {draws}: draw errors of the prices 0 times or more")
     if num_skeletons < 1:
         raise ValueError(f"num_skeletons is {num_skeletons}: search at least 1 skeleton")
     if num_bounded is not None and num_bounded < 0:
@@ -260,7 +297,12 @@ def _rewritten(
         found = baseline_plans(here, pipelines=False)
         return min(rank(simulation)[-1] for simulation in found.values())
 
-    found = rewritings(situation.graph, score, limit=4 * count + 4)
+    try:
+        found = rewritings(situation.graph, score, limit=4 * count + 4)
+    except KeyboardInterrupt:
+        if situation.clock.interrupts.count > 1:
+            raise
+        return [], {"rewritten graphs left out: the search was interrupted": "all"}
     made = [r.rewritten for r in found if r.rewritten.steps and r.score < inf]
     return made[:count], {why: str(number) for why, number in left_out.items()}
 
@@ -347,18 +389,22 @@ def _search_graph(
             ),
         ),
     )  # fmt: skip
-    bound: float | None = None
-    listed: float | None = None
+    interrupts = situation.clock.interrupts
     try:
+        interrupts.release()
         every = all_skeletons(graph, cluster, schedules, situation.costs, situation.training)
         reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
-        listed = run.space.listed_bound(run.incumbent.time) or None
-        if listed is not None:
-            others = run.space.pipelines_bound
-            bound = listed if others is None else min(listed, others)
         reason = try_other_forms(run, forms, reason, budget)
+        interrupts.hold()
+        interrupts.check()
     except KeyboardInterrupt:
         reason = StopReason.INTERRUPTED
+    except Exception:
+        if not interrupts.is_pending:
+            raise
+        reason = StopReason.INTERRUPTED  # What was interrupted made another error of it.
+    interrupts.hold()
+    interrupts.taken()
     if run.incumbent.best is None and reason is StopReason.INTERRUPTED:
         run.known_strategies.first(schedules[0], baselines)
     best = run.incumbent.best
@@ -366,8 +412,18 @@ def _search_graph(
         raise KeyboardInterrupt
     if best is None:
         raise ValueError(_no_plan(run, wishes))
-    simple = prefer == "simplest" and reason is not StopReason.INTERRUPTED
-    given = _simplest(run, best) if simple else best
+    listed = run.space.listed_bound(run.incumbent.time) or None
+    others = run.space.pipelines_bound
+    bound = listed if listed is None or others is None else min(listed, others)
+    given = best
+    if reason is not StopReason.INTERRUPTED:
+        try:
+            simple = _simplest(run, best, budget, bound if reason is StopReason.NEAR else None)
+        except KeyboardInterrupt:
+            reason, simple = StopReason.INTERRUPTED, None
+            interrupts.taken()
+        best = run.incumbent.best or best
+        given = simple if simple is not None and prefer == "simplest" else best
     named = _named(given, graph, seed)
     return SearchResult(
         graph=graph,
@@ -385,7 +441,7 @@ def _search_graph(
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
-        fastest=None if given is best else _named(best, graph, seed),
+        fastest=_named(best, graph, seed) if best.step_time < given.step_time else None,
         headroom=wishes.room(cluster),
     )
 
@@ -418,17 +474,37 @@ def _named(found: Simulation, graph: OperatorGraph, seed: int) -> Simulation:
     return replace(found, plan=plan)
 
 
-def _simplest(run: SearchCourse, fastest: Simulation) -> Simulation:
-    """The plan that treats like layers most alike, of those not told from the fastest."""
+def _simplest(
+    run: SearchCourse, fastest: Simulation, budget: Budget, proved: float | None
+) -> Simulation:
+    """The plan that treats like layers most alike, of those not told from the fastest.
+
+    The incumbent takes what is met on the way: simpler plans may be faster.
+
+    Args:
+        run: of the search.
+        fastest: what it found.
+        budget: of which the simplest plan may take the seconds that are left.
+        proved: the bound by which the gap asked for is proved; else None. A gap of less than
+            predictions tell apart is kept to.
+    """
     if not fastest.fits:
         return fastest
-    situation = run.space.situation
+    run.report("simplifying the plan", 0.98)
+    situation, limit = run.space.situation, None
+    if budget.seconds is not None:
+        situation.clock.until = run.started + budget.seconds
+    if proved is not None and budget.gap < TELLS_APART:
+        limit = max(fastest.step_time, proved / (1.0 - budget.gap))
+        limit = min(limit, (1.0 + TELLS_APART) * fastest.step_time)
 
     def simulate(plan: Plan) -> Simulation | None:
         try:
-            return situation.simulate(plan)
-        except (OutOfTimeError, KeyboardInterrupt):
+            found = situation.simulate(plan)
+        except OutOfTimeError:
             return None
+        run.incumbent.offer(found)
+        return found
 
     known = [e.simulation for e in run.space.entries if e.simulation is not None]
     return simplest(
@@ -438,6 +514,7 @@ def _simplest(run: SearchCourse, fastest: Simulation) -> Simulation:
         simulate,
         run.incumbent.admits,
         affordable(MOST_SIMPLER, SIMPLER_OPERATORS, run.space.num_operators),
+        limit,
     )
 
 

@@ -48,8 +48,7 @@ from stratagem.simulator.simulation.simulation import Simulation
 MOST_RANKED, RANKED_OPERATORS = 48, 6_000
 """Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
 MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
-"""Bounds are sharpened of so many skeletons, unless told; and it ends sooner where tables are
-large: the sum of their work is limited then (see `outcomes.Sharpened`)."""
+"""Bounds are sharpened of so many skeletons, unless told, and of so much work (`Sharpened`)."""
 MOST_AHEAD, NEAR_WORK = 32, 2_000_000
 """Bounds of so few pipelines are sharpened before stages are planned, which may prove that a known
 strategy is near enough; and the work of evaluations by which it is searched then."""
@@ -292,8 +291,8 @@ class SearchCourse:
         return found.plans
 
     def _num_drafted(self, most: int) -> int:
-        operators = self.space.num_operators
-        return affordable(MOST_DRAFTED, DRAFTED_OPERATORS, operators, least=2 * most)
+        size = self.space.num_operators
+        return affordable(MOST_DRAFTED, DRAFTED_OPERATORS, size, least=2 * most)
 
     def _list_idle(self) -> list[list[SkeletonEntry]]:
         """List skeletons that leave devices idle, where that may be better, if they are not."""
@@ -577,6 +576,7 @@ class SearchCourse:
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches; what comes once more goes on from there."""
+        self.space.situation.clock.interrupts.check()
         now = time.monotonic()
         self._fraction = max(self._fraction, fraction)
         if now >= self._bounded_at + BOUNDED_EVERY:

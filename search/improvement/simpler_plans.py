@@ -2,26 +2,34 @@
 
 A search buys tenths of a percent with treatments that differ from layer to layer: 25 layers under
 one ZeRO stage and 7 under another. Nobody writes such a plan by hand, few frameworks run it, and
-what it gains is far inside the error of the prediction.
+what it gains is far inside the error of the prediction. So are ZeRO stages that differ from
+operator to operator of a layer: frameworks have one for all parameters.
+
+How simple a plan is, is a number (`variety`), of which 0 is the simplest:
+
+    treatments of like layers beyond one of each kind  +  ZeRO stages of parameters beyond one
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from stratagem.searcher.robustness.robust_choice import TELLS_APART
 from stratagem.searcher.space.choices import with_choices
+from stratagem.searcher.space.skeletons import ZERO_STAGES
+from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
+from stratagem.simulator.graph.placement import Config
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.parameter_homes import (
+    parameter_weights,
+    zero_stage,
+    zero_stages_of,
+)
 from stratagem.simulator.simulation.simulation import Simulation
-
-TELLS_APART = 0.05
-"""Predictions that differ by less do not say which plan is faster. Of pairs among 311 runs
-measured with nanotron on H100s, of one model on as many devices, those predicted less than 5 %
-apart were in the predicted order in 62 % of cases (a coin is in 50), those 5 to 10 % apart in 80,
-those further apart in 95."""
 
 Treatment = tuple[tuple[tuple[tuple[str, int], ...], Choice], ...]
 """Of a layer, operator by operator: the axes of the mesh, and the choice."""
@@ -59,11 +67,24 @@ def treatments(plan: Plan, graph: OperatorGraph) -> list[Counter[Treatment]]:
     return [Counter(_treatment(plan, layer) for layer in layers) for layers in like_layers(small)]
 
 
+def zero_stages(plan: Plan, graph: OperatorGraph) -> Counter[int]:
+    """How many operators have their parameters under each ZeRO stage, those where it matters.
+
+    Where devices have parameters once, or keep copies that need no sum, no stage differs from 0.
+    """
+    small = plan.rewrite(graph).graph
+    found: Counter[int] = Counter()
+    for name in _sharded_by_zero(plan, small):
+        found[zero_stage(small, small.operator(name), plan.choice(name).zero)] += 1
+    return found
+
+
 def variety(plan: Plan, graph: OperatorGraph) -> int:
     """How many treatments a plan has beyond one for each group of like layers; 0 is simple.
 
     Two layers are treated alike if their operators have the same choices (shards, ZeRO stage,
-    recomputing, pieces, fusion) on meshes of the same axes.
+    recomputing, pieces, fusion) on meshes of the same axes. Beside these, ZeRO stages of
+    parameters beyond one count, of any operator.
 
     Example:
         >>> from stratagem.simulator.graph.models import gpt
@@ -73,6 +94,11 @@ def variety(plan: Plan, graph: OperatorGraph) -> int:
         >>> variety(TrainingSetup(zero=2).plan(graph, Cluster.preset("dgx-a100")), graph)
         0
     """
+    return _ways(plan, graph) + max(0, len(zero_stages(plan, graph)) - 1)
+
+
+def _ways(plan: Plan, graph: OperatorGraph) -> int:
+    """Treatments beyond one for each group of like layers."""
     return sum(len(found) - 1 for found in treatments(plan, graph))
 
 
@@ -83,12 +109,13 @@ def simplest(
     simulate: Callable[[Plan], Simulation | None],
     admits: Callable[[Simulation], bool],
     most: int,
+    limit: float | None = None,
 ) -> Simulation:
     """Of the plans that take at most `TELLS_APART` more than the fastest, the least varied met.
 
     Met are the plans known, and what comes of treating layers as others of their kind are treated
-    (see `_simpler`), each time by the change that costs least. Of equally varied plans the fastest
-    is taken.
+    and parameters as others are (see `_simpler`), each time by the change that costs least. Of
+    equally varied plans the fastest is taken.
 
     Args:
         fastest: the best plan of a search.
@@ -97,8 +124,10 @@ def simplest(
         simulate: what says how long a plan takes; nothing once there is no time to say it.
         admits: whether constraints allow a plan, and it fits.
         most: plans to simulate.
+        limit: seconds that the plan may take; `TELLS_APART` more than the fastest if left out.
     """
-    limit = fastest.step_time * (1 + TELLS_APART)
+    if limit is None:
+        limit = fastest.step_time * (1 + TELLS_APART)
     pool = [fastest, *(each for each in known if each.step_time <= limit and admits(each))]
     best = min(pool, key=lambda each: _rank(each, graph))
     left = most
@@ -128,6 +157,46 @@ def simplest(
     return best
 
 
+def simplicity_in_words(
+    found: Simulation,
+    fastest: Simulation | None,
+    graph: OperatorGraph,
+    exports: Sequence[str] | None = None,
+) -> str:
+    """How alike a plan treats like layers, what that costs, and what programs can run it.
+
+    Example:
+        >>> simplicity_in_words(found, fastest, graph, ["megatron"])  # doctest: +SKIP
+        'like layers are treated alike (variety 0): 0.4 % slower than the fastest plan (20.3 ms,
+        variety 4); exports to megatron without loss'
+
+    Args:
+        found: the plan.
+        fastest: another one that takes less, if there is one.
+        graph: the model at its whole batch.
+        exports: formats that say the plan without loss; None where nobody looked.
+    """
+    ways, stages = _ways(found.plan, graph), len(zero_stages(found.plan, graph))
+    words = "like layers are treated alike"
+    if ways:
+        words = f"like layers are treated in {ways} way{'s' * (ways > 1)} more than one"
+    if stages > 1:
+        words += f", parameters are under {stages} ZeRO stages"
+    number = variety(found.plan, graph)
+    if number or fastest is not None:
+        words += f" (variety {number})"
+    if fastest is not None:
+        slower = found.step_time / fastest.step_time - 1.0
+        words += (
+            f": {100 * slower:.1f} % slower than the fastest plan "
+            f"({format_duration(fastest.step_time)}, variety {variety(fastest.plan, graph)})"
+        )
+    if exports is not None:
+        *most, last = exports or ("no format",)
+        words += f"; exports to {', '.join(most)}{' and ' * bool(most)}{last} without loss"
+    return words
+
+
 def _rank(simulation: Simulation, graph: OperatorGraph) -> tuple[int, float]:
     return variety(simulation.plan, graph), simulation.step_time
 
@@ -135,9 +204,14 @@ def _rank(simulation: Simulation, graph: OperatorGraph) -> tuple[int, float]:
 def _simpler(plan: Plan, graph: OperatorGraph) -> Iterator[list[Plan]]:
     """Groups of plans with fewer treatments, those with the fewest first.
 
-    All layers of a kind as one treatment has them; then those of one treatment, that of the fewest
-    layers first, as another has them.
+    All parameters under one ZeRO stage of those that the plan has; all layers of a kind as one
+    treatment has them; then those of one treatment, that of the fewest layers first, as another
+    has them.
     """
+    stages = zero_stages(plan, graph)
+    if len(stages) > 1:
+        small = plan.rewrite(graph).graph
+        yield [_under(plan, small, zero) for zero, _ in stages.most_common()]
     kinds = [
         (layers, [treatment for treatment, _ in found.most_common()])
         for layers, found in zip(_layers(plan, graph), treatments(plan, graph), strict=True)
@@ -174,3 +248,30 @@ def _treated(plan: Plan, layers: Layers, instead: Mapping[Treatment, Treatment])
             return None
         choices.update(zip(layer, (choice for _, choice in after), strict=True))
     return replace(with_choices(plan, choices), prediction=None)
+
+
+def _under(plan: Plan, graph: OperatorGraph, zero: int) -> Plan:
+    """The plan with all parameters under one ZeRO stage; frozen ones know but the third."""
+    choices = {}
+    for name in _sharded_by_zero(plan, graph):
+        stage = zero_stage(graph, graph.operator(name), zero)
+        choices[name] = replace(plan.choice(name), zero=stage)
+    return replace(with_choices(plan, choices), prediction=None)
+
+
+def _sharded_by_zero(plan: Plan, graph: OperatorGraph) -> list[str]:
+    """The operators with parameters that some ZeRO stage shards."""
+    known: dict[tuple[str, Config, tuple[int, ...]], bool]
+    known = graph.derived.setdefault(_sharded_by_zero, {})
+    found = []
+    for stage in plan.stages:
+        shape = stage.mesh.shape
+        for name, choice in stage.choices.items():
+            key = name, choice.config, shape
+            if key not in known:
+                operator = graph.operator(name)
+                told = zero_stages_of(graph, operator, choice.config, shape, ZERO_STAGES)
+                known[key] = bool(parameter_weights(graph, operator)) and len(told) > 1
+            if known[key]:
+                found.append(name)
+    return found

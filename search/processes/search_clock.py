@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+
+from stratagem.searcher.processes.interrupts import Interrupts
 
 PLANNED, SURVEYED, WALKED = 0.3, 0.4, 0.6
 """Of the seconds of a budget, how many may pass before stages are planned no more, and before
@@ -37,10 +39,12 @@ class SearchClock:
     Attributes:
         until: by `time.monotonic`, which all processes of a machine share.
         brief: likewise, from when looks at many things are to be brief ones.
+        interrupts: of the search, which end what asks, too.
     """
 
     until: float = inf
     brief: float = inf
+    interrupts: Interrupts = field(default_factory=Interrupts, repr=False, compare=False)
 
     @property
     def is_brief(self) -> bool:
@@ -57,7 +61,8 @@ class SearchClock:
             self.until = until
 
     def check(self) -> None:
-        """Raise `OutOfTimeError` where no time is left."""
+        """Raise `OutOfTimeError` where no time is left, and `KeyboardInterrupt` after Ctrl-C."""
+        self.interrupts.check()
         if time.monotonic() > self.until:
             raise OutOfTimeError
 

@@ -31,6 +31,9 @@ Result = TypeVar("Result")
 
 MOST, MOST_BYTES = 7, 4 * 10**9
 """Other processes at most, and the memory that each may come to need for tables of its own."""
+LEAVING = 2.0
+"""Seconds for threads to end in, which wait for nothing by then: an interrupt that struck while
+the lock was taken must not keep the search from its end."""
 
 
 def worker_count(cores: int | None = None) -> int:
@@ -141,7 +144,7 @@ class Workers(Generic[State]):
                 process.kill()
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(LEAVING)
 
     @property
     def is_alone(self) -> bool:

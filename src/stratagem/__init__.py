@@ -43,7 +43,7 @@ _HOMES = {
     "Precision": "stratagem.simulator.base.precision",
     "RooflineCosts": "stratagem.simulator.kernel_times.cost_model",
     "RunForecast": "stratagem.simulator.forecast.run_forecast",
-    "Robustness": "stratagem.searcher.report.robustness",
+    "Robustness": "stratagem.searcher.robustness.robust_choice",
     "Rule": "stratagem.searcher.space.constraints",
     "SearchProgress": "stratagem.searcher.driver.incumbent",
     "SearchResult": "stratagem.searcher.driver.result",

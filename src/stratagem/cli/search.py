@@ -39,8 +39,9 @@ from stratagem.cli.shared.tried_options import takes_tried_options
 from stratagem.face import verbs
 from stratagem.searcher.driver.result import FITTING, Budget, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
+from stratagem.searcher.improvement.simpler_plans import variety
 from stratagem.searcher.methods.simple_strategies import with_experts
-from stratagem.searcher.report.robustness import robustness
+from stratagem.searcher.robustness.robust_choice import DRAWS, FOUND
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import formed_schedules, searched_schedules
 from stratagem.searcher.space.skeletons import Options
@@ -114,13 +115,16 @@ def search(
     prefer: Annotated[
         str,
         typer.Option(
-            help="the plan wanted: fastest, or simplest of those within 5 % of it",
+            help="the plan wanted: the simplest of those within 5 % of the fastest, or fastest",
             autocompletion=among(PREFERENCES),
         ),
-    ] = "fastest",
+    ] = "simplest",
     draws: Annotated[
-        int, typer.Option(help="draw errors of the prices so often: how sure is the choice?")
-    ] = 0,
+        int,
+        typer.Option(
+            help="draw errors of the prices so often, to say how sure the choice is; 0 for never"
+        ),
+    ] = DRAWS,
     space: Annotated[
         bool, typer.Option("--space", help="list every skeleton and what became of it")
     ] = False,
@@ -193,16 +197,11 @@ def search(
         checkpoint=checkpoint,
         num_rewritten=rewrite,
         prefer=prefer,
+        draws=draws,
     )
     result.plan.save(out)
     say = speaker(as_json)
-    sure = (
-        robustness(result, costs=costs, draws=draws) if draws and result.simulation.fits else None
-    )
     _show(say, result, space)
-    if sure is not None:
-        say.print(result_table(sure.table))
-        say.print(f"The plan found is {sure.in_words}.\n")
     show_simulation(say, result.simulation, graph, plot, trace)
     if report is not None:
         verbs.report(result, report, costs=costs, options=options, constraints=constraints)
@@ -210,23 +209,26 @@ def search(
     say_written(say, report, out)
     if as_json:
         written = {"plan": out, "plot": plot, "trace": trace, "report": report}
-        facts = _facts(result, space)
-        if sure is not None:
-            facts["robustness"] = sure.table.to_dict()["rows"]
-        print_json({**facts, "written": written})
+        print_json({**_facts(result, space), "written": written})
     if not result.simulation.fits:
         raise typer.Exit(ANSWER_IS_NO)
 
 
 def _show(say: Console, result: SearchResult, space: bool) -> None:
-    known = {with_experts(name, each.plan): each for name, each in result.baselines.items()}
-    plans = {"the plan found": result.simulation, **known}
-    told = {name: FITTING[1] for name, s in plans.items() if result.fits_without_headroom(s)}
-    say.print(strategy_table(plans, told=told))
+    fastest = {} if result.fastest is None else {"fastest plan": result.fastest}
+    plans = {FOUND: result.simulation, **fastest, **result.baselines}
+    shown = {name: with_experts(name, each.plan) for name, each in plans.items()}
+    shown[FOUND] = "the plan found"
+    told = {shown[n]: FITTING[1] for n, s in plans.items() if result.fits_without_headroom(s)}
+    sure = {} if result.robustness is None else result.robustness.by_plan
+    draws = {shown[name]: figures for name, figures in sure.items()}
+    named = {shown[name]: each for name, each in plans.items()}
+    say.print(strategy_table(named, told=told, draws=draws))
     say.print(
         f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
         f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
         f"Simplicity: {result.simplicity}.\n"
+        f"Robustness: {_sureness(result)}.\n"
         f"Headroom: {result.headroom} had to stay free.\n"
     )
     for name, why in result.notes.items():
@@ -240,8 +242,17 @@ def _show(say: Console, result: SearchResult, space: bool) -> None:
             say.print(f"{reason}: {count}")
 
 
+def _sureness(result: SearchResult) -> str:
+    """How sure the choice is, or why nothing is said of it."""
+    sure = result.robustness
+    if sure is not None:
+        return f"the plan found is {sure.in_words}. {sure.note.rstrip('.')}"
+    return result.notes.get("errors of prices", "no errors of prices were drawn")
+
+
 def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
     """What was found, in numbers: seconds and bytes."""
+    sure = result.robustness
     facts = {
         "model": result.plan.model,
         "cluster": result.plan.cluster.name,
@@ -250,6 +261,9 @@ def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
         "bound": result.bound,
         "gap": result.gap,
         "simplicity": result.simplicity,
+        "variety": variety(result.plan, result.graph),
+        "exports": result.exports,
+        "robustness": None if sure is None else sure.table.to_dict()["rows"],
         "headroom": {"share": result.headroom.share, "bytes": result.headroom.fixed_bytes},
         "certificate": result.certificate,
         "tokens_per_second": result.tokens_per_second,

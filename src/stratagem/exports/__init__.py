@@ -30,7 +30,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.simulation import simulate_plan
 
-__all__ = ["FORMATS", "Export", "export"]
+__all__ = ["FORMATS", "LOSSLESS", "Export", "export", "lossless_exports"]
 
 FORMATS: dict[str, Callable[[Plan, OperatorGraph], ExportDraft]] = {
     "dtensor": dtensor,
@@ -43,6 +43,60 @@ FORMATS: dict[str, Callable[[Plan, OperatorGraph], ExportDraft]] = {
     "accelerate-megatron": accelerate_megatron,
 }
 """What makes each format of a plan."""
+
+PROGRAMS = ("fsdp2", "torchtitan", "megatron", "deepspeed")
+"""Formats that programs which train take as they are; accelerate's say the same once more, and
+DTensor's is code to write into a model."""
+LOSSLESS = 0.005
+"""What is lost by an export if its plan is predicted to take so much longer, a share, is nothing:
+a tenth of what predictions tell apart."""
+
+
+def lossless_exports(
+    plan: Plan,
+    graph: OperatorGraph,
+    *,
+    costs: CostModel | None = None,
+    step_time: float | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[str, ...]:
+    """The formats of `PROGRAMS` by which nothing is lost.
+
+    The plan that they say fits, and is predicted to take at most `LOSSLESS` longer.
+
+    Example:
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
+        >>> from stratagem.simulator.hardware.cluster import Cluster
+        >>> from stratagem.simulator.graph.models import gpt
+        >>> graph, cluster = gpt(num_layers=4, batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> "megatron" in lossless_exports(TrainingSetup(tensor=2).plan(graph, cluster), graph)
+        True
+
+    Args:
+        plan: for this graph.
+        graph: the model at its whole batch.
+        costs: prices of operators; the device model of the plan's cluster when left out.
+        step_time: predicted seconds of the plan, where they are known.
+        check: called before each format is tried; may raise where there is no time left.
+    """
+    if graph.is_forward:
+        return ()
+    prices, memory = costs_or_default(costs), RowMemory()
+    if step_time is None:
+        step_time = simulate_plan(plan, graph, prices, memory=memory).step_time
+    found = []
+    for target in PROGRAMS:
+        check()
+        nearest = FORMATS[target](_sayable(plan), graph).nearest
+        said = simulate_plan(nearest, graph, prices, memory=memory)
+        if said.fits and said.step_time <= (1.0 + LOSSLESS) * step_time:
+            found.append(target)
+    return tuple(found)
+
+
+def _sayable(plan: Plan) -> Plan:
+    """A plan with a training that formats can say."""
+    return replace(plan, training=plan.training.multiplying_as_stored())
 
 
 def export(
@@ -85,8 +139,7 @@ def export(
         )
     prices, memory = costs_or_default(costs), RowMemory()
     simulated = simulate_plan(plan, graph, prices, memory=memory)
-    sayable = replace(plan, training=plan.training.multiplying_as_stored())
-    draft = FORMATS[target](sayable, graph)
+    draft = FORMATS[target](_sayable(plan), graph)
     nearest = replace(draft.nearest, name=f"{plan.name}, as {target} says it")
     again = simulate_plan(nearest, graph, prices, memory=memory)
     made = Export(

@@ -6,6 +6,9 @@ the steps that always go together.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,9 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from stratagem.basics.progress import Show, progress_bar
+from stratagem.exports import lossless_exports
 from stratagem.searcher.driver import search as searching
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.processes.interrupts import Interrupts
+from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
+from stratagem.searcher.robustness.robust_choice import DRAWS
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.misspelt_names import unknown
@@ -63,7 +70,8 @@ def search(
     checkpoint: str | Path | None = None,
     num_threads: int | None = None,
     num_rewritten: int = 0,
-    prefer: str = "fastest",
+    prefer: str = "simplest",
+    draws: int = DRAWS,
     progress: bool | Callable[[SearchProgress], None] = True,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and bound the best there can be.
@@ -75,7 +83,7 @@ def search(
         >>> search(graph, cluster, budget=Budget(evaluations=100), progress=False).plan.num_devices
         8
 
-    Ctrl-C ends it early and returns the best plan until then.
+    Ctrl-C ends it early and returns the best plan until then; a second Ctrl-C ends it without.
 
     Args:
         graph: the model at its whole batch, from `capture`.
@@ -108,9 +116,13 @@ def search(
         num_threads: chains that run at once, and processes for the rest of searches of large
             models; all cores when left out. The plan is the same.
         num_rewritten: how many graphs that compute the same are searched as well.
-        prefer: ``"fastest"``, or ``"simplest"``: of the plans within 5 % of the fastest, which no
-            prediction tells apart, the one that treats like layers most alike; the result has both
+        prefer: ``"simplest"``: of the plans within 5 % of the fastest, which no prediction tells
+            apart, the one that treats like layers most alike, within the budget's gap where that
+            is less; or ``"fastest"``. The result has both, and says what it costs to be simple
             (`SearchResult.simplicity`, `SearchResult.fastest`).
+        draws: how often errors of the prices are drawn, as large as the cost model states, to say
+            how often each plan compared is the best, and what it loses at worst
+            (`SearchResult.robustness`); with 0 nothing is said of that.
         progress: True shows a bar, False nothing; a function is told instead where the search is,
             some times a second, and may raise KeyboardInterrupt to end it with the best plan
             until then.
@@ -124,8 +136,12 @@ def search(
             leave nothing that both allow; an unknown name; a checkpoint or a plan to start from
             that is not for this search.
     """
-    with progress_bar(enabled=not callable(progress) and progress) as show:
-        return searching.search(
+    begun = time.monotonic()
+    with (
+        Interrupts().heard() as interrupts,
+        progress_bar(enabled=not callable(progress) and progress) as show,
+    ):
+        found = searching.search(
             graph,
             cluster,
             costs=costs,
@@ -144,8 +160,32 @@ def search(
             num_threads=num_threads,
             num_rewritten=num_rewritten,
             prefer=prefer,
+            draws=draws,
             progress=progress if callable(progress) else _shown_by(show),
+            interrupts=interrupts,
         )
+        until = math.inf if budget is None or budget.seconds is None else begun + budget.seconds
+        return _with_exports(found, costs, SearchClock(until, interrupts=interrupts))
+
+
+def _with_exports(
+    found: SearchResult, costs: CostModel | None, clock: SearchClock
+) -> SearchResult:
+    """What a search found, with the formats that say its plan without loss, if there is time."""
+    is_whole = found.simulation.fits and found.stop_reason is not StopReason.INTERRUPTED
+    if not is_whole or found.graph.is_forward:
+        return found
+    try:
+        formats = lossless_exports(
+            found.plan,
+            found.graph,
+            costs=costs,
+            step_time=found.simulation.step_time,
+            check=clock.check,
+        )
+    except (OutOfTimeError, KeyboardInterrupt):
+        return found
+    return dataclasses.replace(found, exports=formats)
 
 
 def _shown_by(show: Show) -> Callable[[SearchProgress], None]:

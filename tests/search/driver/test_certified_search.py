@@ -341,7 +341,8 @@ def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> N
 
     result = rewritten(progress=interrupt)
     assert result.stop_reason is StopReason.INTERRUPTED
-    assert result.bound is None
+    # Known is what no graph's plans are under once all graphs were bounded, however roughly.
+    assert (result.bound is None) == (phase != "searching" or graphs_done == 0)
     assert len(begun) == graphs_done + 1
 
 

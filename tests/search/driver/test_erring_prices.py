@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.searcher.report.erring_prices import (
+from stratagem.searcher.robustness.erring_prices import (
     PriceGroup,
     StepSlopes,
     drawn_factors,

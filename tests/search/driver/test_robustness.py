@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import stratagem as sg
-from stratagem.searcher.report.erring_prices import PriceGroup, drawn_factors, erring
-from stratagem.searcher.report.robustness import FOUND, Robustness, robustness
+from stratagem.searcher.report.robustness import robustness
+from stratagem.searcher.robustness.erring_prices import PriceGroup, drawn_factors, erring
+from stratagem.searcher.robustness.robust_choice import FOUND, Robustness
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.simulation.simulation import simulate_plan
@@ -23,6 +25,8 @@ def result() -> sg.SearchResult:
         sg.Cluster.preset("dgx-a100-superpod", num_nodes=2, devices_per_node=2),
         training=sg.Training("bfloat16"),
         budget=sg.Budget(200),
+        prefer="fastest",
+        draws=60,
         progress=False,
     )
 
@@ -84,6 +88,54 @@ def test_it_is_said_in_words(result, sure) -> None:
     assert "links between nodes" in sure.table.note
     alone = robustness(replace(result, baselines={}), draws=2)
     assert "no other plan that fits" in alone.in_words
+
+
+def test_a_search_says_it_in_its_table_and_keeps_it(result, tmp_path) -> None:
+    """Figures of the table are those of `robustness` with the search's seed."""
+    alone, own = robustness(result, draws=60, seed=0), result.robustness
+    assert own is not None
+    assert (own.steps == alone.steps).all()
+    for name, share, worst in zip(
+        result.table.column("strategy"),
+        result.table.column("best in"),
+        result.table.column("lost at worst"),
+        strict=True,
+    ):
+        if name in own.names:
+            place = own.names.index(name)
+            assert share == np.mean(own.steps[:, place] <= own.steps.min(axis=1) * (1 + 1e-9))
+            assert worst == (own.steps[:, place] / own.steps.min(axis=1)).max() - 1
+        else:
+            assert (share, worst) == (None, None)
+    assert own.in_words in str(result)
+    result.save(tmp_path / "result.json")
+    again = sg.SearchResult.load(tmp_path / "result.json")
+    assert str(again) == str(result)
+    assert again.robustness.errors == own.errors
+    text = json.loads((tmp_path / "result.json").read_text())
+    text["result"]["robustness"]["nominal"].pop()
+    (tmp_path / "result.json").write_text(json.dumps(text))
+    with pytest.raises(ValueError, match="each has one step for each of"):
+        sg.SearchResult.load(tmp_path / "result.json")
+
+
+def test_the_fastest_plan_is_compared_beside_the_simplest(result) -> None:
+    faster = replace(result.simulation, step_time=0.99 * result.simulation.step_time)
+    both = replace(result, fastest=faster)
+    assert robustness(both, draws=2).names[:2] == (FOUND, "fastest plan")
+
+
+def test_a_search_without_draws_or_time_says_so(result) -> None:
+    quick = {"budget": sg.Budget(0), "num_bounded": 0, "progress": False}
+    none = sg.search(result.graph, result.plan.cluster, draws=0, **quick)
+    assert none.robustness is None
+    assert "best in" not in none.table.columns
+    quick["budget"] = sg.Budget(seconds=1e-3)
+    late = sg.search(result.graph, result.plan.cluster, **quick)
+    assert late.robustness is None
+    assert "sg.robustness(result)" in late.notes["errors of prices"]
+    with pytest.raises(ValueError, match="draws is -1"):
+        sg.search(result.graph, result.plan.cluster, draws=-1, **quick)
 
 
 def test_what_cannot_be_drawn_is_refused(result) -> None:

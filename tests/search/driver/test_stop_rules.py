@@ -12,7 +12,7 @@ import pytest
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.improvement.simpler_plans import TELLS_APART
+from stratagem.searcher.robustness.robust_choice import TELLS_APART
 from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph

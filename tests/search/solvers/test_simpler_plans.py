@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +13,13 @@ from stratagem.searcher.driver import search as searching
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, StopReason
 from stratagem.searcher.improvement.simpler_plans import (
-    TELLS_APART,
     like_layers,
     simplest,
     treatments,
     variety,
+    zero_stages,
 )
+from stratagem.searcher.robustness.robust_choice import TELLS_APART
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -53,9 +54,9 @@ def with_zero(plan: Plan, stages: Mapping[str, int]) -> Plan:
     return replace(plan, stages=(replace(stage, choices=choices),))
 
 
-def mixed(graph: OperatorGraph, zero: tuple[int, ...]) -> Plan:
-    """ZeRO-1 everywhere but in the layers, which have these stages."""
-    plan = TrainingSetup(zero=1).plan(graph, cluster())
+def mixed(graph: OperatorGraph, zero: Sequence[int], rest: int = 1) -> Plan:
+    """One ZeRO stage everywhere but in the layers, which have these."""
+    plan = TrainingSetup(zero=rest).plan(graph, cluster())
     (layers,) = like_layers(graph)
     named = {name: z for layer, z in zip(layers, zero, strict=True) for name in layer}
     return with_zero(plan, named)
@@ -74,13 +75,27 @@ def test_layers_are_what_repeats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "more"), [((1, 1, 1, 1), 0), ((1, 1, 1, 3), 1), ((1, 3, 1, 3), 1), ((1, 2, 3, 3), 2)]
+    "zero", [(1, 1, 1, 1), (1, 1, 1, 3), (1, 3, 1, 3), (1, 2, 3, 3), (2, 2, 2, 2)]
 )
-def test_variety_counts_treatments_beyond_one(zero: tuple[int, ...], more: int) -> None:
+def test_variety_counts_treatments_and_zero_stages_beyond_one(zero: tuple[int, ...]) -> None:
+    """Outside of layers parameters are under ZeRO-1."""
     graph = small()
-    assert variety(mixed(graph, zero), graph) == more
-    (found,) = treatments(mixed(graph, zero), graph)
+    plan = mixed(graph, zero)
+    assert variety(plan, graph) == len(set(zero)) - 1 + len({1, *zero}) - 1
+    (found,) = treatments(plan, graph)
     assert sorted(found.values()) == sorted(zero.count(z) for z in set(zero))
+    assert set(zero_stages(plan, graph)) == {1, *zero}
+
+
+def test_zero_stages_are_those_of_parameters_that_a_stage_shards() -> None:
+    """An operator without parameters, or one device for each of them, has none to count."""
+    graph = small()
+    plan = TrainingSetup(zero=3).plan(graph, cluster())
+    with_parameters = sum(bool(operator.weights) for operator in graph.operators)
+    assert zero_stages(plan, graph) == {3: with_parameters}
+    alone = TrainingSetup(pipeline=4, microbatch=16).plan(graph, cluster())
+    assert not zero_stages(alone, graph)
+    assert variety(alone, graph) == 0
 
 
 def test_stages_on_meshes_of_other_axes_are_other_treatments() -> None:
@@ -96,13 +111,13 @@ def test_stages_on_meshes_of_other_axes_are_other_treatments() -> None:
 
 @pytest.mark.parametrize("start", [(1, 3, 1, 3), (3, 1, 1, 1), (2, 1, 3, 1)])
 def test_the_least_varied_plan_within_the_limit_is_found(start: tuple[int, ...]) -> None:
-    """Among all plans of the treatments that the fastest has."""
+    """Among all plans of the stages that the fastest has, also outside of its layers."""
     graph = small()
     fastest = simulated(mixed(graph, start), graph)
     limit = fastest.step_time * (1 + TELLS_APART)
     every = [
-        simulated(mixed(graph, zero), graph)
-        for zero in itertools.product(sorted(set(start)), repeat=LAYERS)
+        simulated(mixed(graph, zero, rest), graph)
+        for rest, *zero in itertools.product(sorted({1, *start}), repeat=LAYERS + 1)
     ]
     best = min(
         (variety(each.plan, graph), each.step_time) for each in every if each.step_time <= limit
@@ -171,8 +186,8 @@ def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
     free = sg.search(graph, pair, baselines=(), **wishes)
     room = cluster(0.7 * free.simulation.peak_memory / 2**30)
     tight = replace(room, devices_per_node=2)
-    fast = sg.search(graph, tight, baselines=(), **wishes)
-    plain = sg.search(graph, tight, baselines=(), prefer="simplest", **wishes)
+    fast = sg.search(graph, tight, baselines=(), prefer="fastest", **wishes)
+    plain = sg.search(graph, tight, baselines=(), **wishes)
     best = plain.fastest or plain.simulation
     assert best.step_time == fast.simulation.step_time
     assert plain.simulation.fits

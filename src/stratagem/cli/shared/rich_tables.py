@@ -19,6 +19,7 @@ def strategy_table(
     *,
     title: str = "",
     told: Mapping[str, str] | None = None,
+    draws: Mapping[str, tuple[float, float]] | None = None,
 ) -> Table:
     """Plans by name, the first one emphasised: step time, memory, whether they fit.
 
@@ -26,18 +27,23 @@ def strategy_table(
         simulations: of the plans.
         title: of the table.
         told: by name what is said of whether plans fit, where that is more than yes and no.
+        draws: by name in which share of drawn errors of the prices a plan is the best, and what it
+            loses at worst, where that is known.
     """
     table = Table(title=Text(title) if title else None, title_justify="left", title_style="bold")
     table.add_column("strategy")
     table.add_column("predicted\nstep", justify="right")
     table.add_column("peak memory\nper device", justify="right")
     table.add_column("fits")
+    for heading in ("best in\nshare of draws", "lost\nat worst") if draws else ():
+        table.add_column(heading, justify="right")
     for number, (name, simulation) in enumerate(simulations.items()):
         table.add_row(
             Text(name),
             format_duration(simulation.step_time),
             format_bytes(simulation.peak_memory),
             (told or {}).get(name) or _whether_fits(simulation),
+            *(f"{100 * figure:.1f} %" for figure in (draws or {}).get(name, ())),
             style="bold" if number == 0 else None,
             end_section=number == 0,
         )
