@@ -102,7 +102,6 @@ def simulated(begun: float) -> dict[str, object]:
 def searched(case: str, begun: float) -> dict[str, object]:
     """One search with all defaults, in this process."""
     import stratagem as sg
-    from stratagem.searcher.driver.search import search
 
     graph, cluster = SEARCHES[case]()
     ready, seen = time.time(), [(0.0, float("inf"))]
@@ -111,7 +110,7 @@ def searched(case: str, begun: float) -> dict[str, object]:
         if progress.best < seen[-1][1]:
             seen.append((time.time() - ready, progress.best))
 
-    result = search(graph, cluster, training=sg.Training("bfloat16"), progress=note)
+    result = sg.search(graph, cluster, training=sg.Training("bfloat16"), progress=note)
     whole, step = time.time() - ready, result.simulation.step_time
     good = next((at for at, best in seen if best <= GOOD * step), whole)
     return {

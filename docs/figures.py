@@ -155,6 +155,8 @@ def searched() -> sg.SearchResult:
         sg.Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4),
         training=sg.Training("bfloat16"),
         budget=sg.Budget(evaluations=20_000),
+        prefer="fastest",
+        draws=0,
         progress=False,
     )
 

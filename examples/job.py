@@ -41,5 +41,6 @@ class Job:
             budget=sg.Budget(evaluations=self.evaluations),
             num_skeletons=2,
             num_bounded=0,
+            draws=0,
             progress=progress,
         )

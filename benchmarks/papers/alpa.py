@@ -38,6 +38,8 @@ def searched(
         constraints=sg.Constraints(headroom=0.0),
         baselines=baselines,
         num_bounded=0,
+        prefer="fastest",
+        draws=0,
         progress=False,
     )
 

@@ -136,6 +136,8 @@ def _searched(graph: OperatorGraph, ranks: int) -> Plan:
         num_skeletons=1,
         num_bounded=0,
         num_threads=1,
+        prefer="fastest",
+        draws=0,
         progress=False,
     )
     return found.plan

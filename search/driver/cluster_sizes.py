@@ -8,7 +8,7 @@ from typing import Any
 
 from stratagem.searcher.driver.incumbent import FrontPoint, front_of
 from stratagem.searcher.driver.result import SearchResult
-from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search import SIMPLEST, search
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -104,7 +104,7 @@ def search_sizes(
         cluster: its nodes and links; the number of its own nodes does not count.
         num_nodes: sizes to try.
         objective: ``"time"`` of a step, or ``"money"``, which prefers few nodes well used.
-        arguments: of `search`.
+        arguments: of `search`; plans are the simplest unless `prefer` says ``"fastest"``.
 
     Raises:
         ValueError: an unknown objective, no size, or money on a cluster without a price.
@@ -119,6 +119,7 @@ def search_sizes(
             "an hour"
         )
     results = {
-        nodes: search(graph, cluster.resized(num_nodes=nodes), **arguments) for nodes in num_nodes
+        nodes: search(graph, cluster.resized(num_nodes=nodes), **{"prefer": SIMPLEST, **arguments})
+        for nodes in num_nodes
     }
     return SizesResult(results, objective)

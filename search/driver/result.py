@@ -451,7 +451,7 @@ class SearchResult(SavedValue):
     def curve(self) -> str:
         """A picture of how the best step fell, from that of the known strategies on, as HTML."""
         start = min((s.step_time for s in self.baselines.values() if s.fits), default=math.inf)
-        if start < self.simulation.step_time:
+        if start < (self.fastest or self.simulation).step_time:
             start = math.inf  # of a strategy that the constraints do not allow
         points, before = [(0, start)], 0
         for point, last in zip(self.trace, (None, *self.trace), strict=False):

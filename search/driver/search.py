@@ -46,8 +46,8 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Prediction
 from stratagem.simulator.simulation.simulation import Simulation
 
-PREFERENCES = ("fastest", "simplest")
-"""Plans that a search may be asked for."""
+FASTEST, SIMPLEST = PREFERENCES = ("fastest", "simplest")
+"""Plans that a search may be asked for. The verbs that a person calls ask for the simplest."""
 MOST_SIMPLER, SIMPLER_OPERATORS = 64, 30_000
 """Simpler plans that are simulated: so many, or fewer of a larger model."""
 QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
@@ -74,7 +74,7 @@ def search(
     checkpoint: Path | None = None,
     num_threads: int | None = None,
     num_rewritten: int = 0,
-    prefer: str = "fastest",
+    prefer: str = FASTEST,
     draws: int = 0,
     progress: ProgressReport | None = None,
     interrupts: Interrupts | None = None,
@@ -423,7 +423,7 @@ def _search_graph(
             reason, simple = StopReason.INTERRUPTED, None
             interrupts.taken()
         best = run.incumbent.best or best
-        given = simple if simple is not None and prefer == "simplest" else best
+        given = simple if simple is not None and prefer == SIMPLEST else best
     named = _named(given, graph, seed)
     return SearchResult(
         graph=graph,

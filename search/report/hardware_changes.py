@@ -126,6 +126,7 @@ def _one_node_more(
                 options=options,
                 constraints=wishes,
                 baselines=(),
+                prefer="fastest" if result.fastest is None else "simplest",
                 progress=progress,
             )
         except ValueError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from stratagem.searcher.driver.result import SearchResult
+from stratagem.searcher.robustness.robust_choice import DRAWS
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.tables import Table, Unit, Value
 from stratagem.simulator.base.task_kinds import TaskKind
@@ -55,6 +56,7 @@ def page_content(result: SearchResult, changes: Table, version: str) -> dict[str
         "figures": _figures(result),
         "words": dataclasses.asdict(plan_words(simulation, graph)),
         "strategies": _table(result.table),
+        "choice": _choice(result),
         "certificate": _certificate(result),
         "space": _table(_space(result)),
         "timeline": timeline_content(simulation.timeline, simulation.critical_path),
@@ -77,7 +79,9 @@ def _summary(result: SearchResult) -> str:
     gain = 1.0 - ours / best.step_time
     if gain < -5e-4:
         more = ours / best.step_time - 1.0
-        return f"{words}, {more:.1%} more than {name}, which was not allowed in this search."
+        is_allowed = result.fastest is not None and best.step_time >= result.fastest.step_time
+        why = "is less simple" if is_allowed else "was not allowed in this search"
+        return f"{words}, {more:.1%} more than {name}, which {why}."
     if gain < 5e-4:
         return f"{words}, as long as the best known strategy, {name}."
     return f"{words}, {gain:.1%} less than the best known strategy, {name}."
@@ -109,6 +113,20 @@ def _figures(result: SearchResult) -> list[dict[str, str]]:
     return [{"what": what, "value": value, "note": note} for what, value, note in rows]
 
 
+def _choice(result: SearchResult) -> list[str]:
+    """How simple the plan is, what that costs, and how sure it is the best of those compared."""
+    sentences = [f"{result.simplicity[:1].upper()}{result.simplicity[1:]}."]
+    if result.robustness is not None:
+        sentences.append(f"The plan found is {result.robustness.in_words}.")
+    elif result.simulation.fits:
+        why = result.notes.get("errors of prices", "not drawn; sg.robustness(result) draws them")
+        asking = f"so does stratagem search --draws {DRAWS}"
+        sentences.append(
+            f"Errors of the prices, which say how sure the choice is: {why}, {asking}."
+        )
+    return sentences
+
+
 def _certificate(result: SearchResult) -> list[str]:
     step, bound, gap = result.simulation.step_time, result.bound, result.gap
     if bound is None or gap is None:
@@ -117,7 +135,20 @@ def _certificate(result: SearchResult) -> list[str]:
         f"No plan of the searched space can take less than {format_duration(bound)} a step; the "
         f"plan found takes {format_duration(step)}."
     ]
-    if gap < 5e-4:
+    fastest = result.fastest
+    if fastest is not None:
+        left = max(0.0, 1 - bound / fastest.step_time)
+        sentences.append(
+            f"The fastest plan found takes {format_duration(fastest.step_time)}, "
+            f"{1 - fastest.step_time / step:.1%} less; "
+            + (
+                "it is proved to be the best of them."
+                if left < 5e-4
+                else f"another could save {left:.1%} of that at most. Whether there is one is not "
+                "known."
+            )
+        )
+    elif gap < 5e-4:
         sentences.append("It is proved to be the best of them.")
     else:
         sentences.append(

@@ -63,6 +63,7 @@ function fillWords() {
         element("summary", {}, stage.devices), element("p", {}, stage.operators), list,
         element("p", {}, stage.memory)));
   }
+  byId("choice").append(...data.choice.map((sentence) => element("p", {}, sentence)));
   byId("bound").append(...data.certificate.map((sentence) => element("p", {}, sentence)));
   byId("made").append(...data.made.map(([what, how]) => element("div", {}, `${what}: ${how}`)));
 }

@@ -80,6 +80,7 @@ def annotate(
             start=plan,
             constraints=done.constraints,
             budget=budget,
+            draws=0,
             progress=not as_json,
         ).plan
     simulation = verbs.simulate(plan, graph)
