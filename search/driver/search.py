@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 from stratagem.searcher.driver.improver import affordable
+from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.other_forms import (
     asked_and_others,
     not_tried,
@@ -212,15 +213,19 @@ def search(
             return found
         if spend.seconds is not None:
             clock.until = begin + spend.seconds
-        return _with_draws(found, situation, draws, seed)
+        return _with_draws(found, situation, draws, seed, progress or (lambda _: None))
 
 
-def _with_draws(found: SearchResult, situation: Situation, draws: int, seed: int) -> SearchResult:
+def _with_draws(
+    found: SearchResult, situation: Situation, draws: int, seed: int, show: ProgressReport
+) -> SearchResult:
     """What a search found with how sure its choice is, if there is time to price all plans."""
     why = "the time of the budget was spent"
     try:
         if found.stop_reason is StopReason.INTERRUPTED:
             raise KeyboardInterrupt
+        best = (found.fastest or found.simulation).step_time
+        show(SearchProgress("comparing plans under errors", 0.99, best, found.bound or 0.0))
         check, costs = situation.clock.check, situation.costs
         sure = drawn_steps(found.graph, found.compared, costs, draws=draws, seed=seed, check=check)
         return replace(found, robustness=sure)

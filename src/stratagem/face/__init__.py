@@ -2,5 +2,5 @@
 
 In:      models, graphs, clusters, plans.
 Out:     what the packages below make of them.
-Imports: calibration, runs, the search and below.
+Imports: calibration, exports, runs, the search and below.
 """
