@@ -464,9 +464,9 @@ class SearchResult(SavedValue):
     def _words(self) -> str:
         """How good the plan is, and what was done for it."""
         vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
-        simple, unsure = self.simplicity, self._of_errors
-        told = simple[:1].upper() + simple[1:], self._of_gap, self._of_headroom, unsure, vain
-        told = (*told, self.simulation.crowded)
+        simple, crowded = self.simplicity, self.simulation.crowded
+        simple = simple[:1].upper() + simple[1:]
+        told = simple, self._of_gap, self._of_headroom, self._of_errors, vain, crowded
         of_fastest = "of the fastest, " if self.fastest is not None else ""
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "

@@ -496,12 +496,9 @@ def _simplest(
     if not fastest.fits:
         return fastest
     run.report("simplifying the plan", 0.98)
-    situation, limit = run.space.situation, None
+    situation = run.space.situation
     if budget.seconds is not None:
         situation.clock.until = run.started + budget.seconds
-    if proved is not None and budget.gap < TELLS_APART:
-        limit = max(fastest.step_time, proved / (1.0 - budget.gap))
-        limit = min(limit, (1.0 + TELLS_APART) * fastest.step_time)
 
     def simulate(plan: Plan) -> Simulation | None:
         try:
@@ -519,8 +516,28 @@ def _simplest(
         simulate,
         run.incumbent.admits,
         affordable(MOST_SIMPLER, SIMPLER_OPERATORS, run.space.num_operators),
-        limit,
+        longest_step(fastest.step_time, budget.gap, proved),
     )
+
+
+def longest_step(fastest: float, gap: float, proved: float | None) -> float:
+    """Seconds that a simpler plan may take: `TELLS_APART` more than the fastest.
+
+    Or so many that a gap which was asked for, of less than that, is proved of it, too.
+
+    Example:
+        >>> longest_step(1.0, 0.0, None), longest_step(1.0, 0.02, 0.99)
+        (1.05, 1.010204081632653)
+
+    Args:
+        fastest: seconds of the fastest plan.
+        gap: that was asked for, a share; 0 for none.
+        proved: the bound by which it is proved of the fastest plan; None where it is not.
+    """
+    longest = (1.0 + TELLS_APART) * fastest
+    if proved is None or gap >= TELLS_APART:
+        return longest
+    return min(longest, max(fastest, proved / (1.0 - gap)))
 
 
 def _batch_note(graph: OperatorGraph) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import stratagem as sg
 from stratagem.cli.app import app
-from stratagem.exports import FORMATS, export
+from stratagem.exports import FORMATS, LOSSLESS, PROGRAMS, export, lossless_exports
 from stratagem.exports.deepspeed import deepspeed
 from stratagem.exports.megatron import layout, megatron
 from stratagem.exports.reading.differences import differences
@@ -368,3 +368,27 @@ def test_command_line_exports_a_plan(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*words, "horovod"])
     assert refused.exit_code == 2
     assert "error: no export 'horovod'" in refused.output
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_formats_by_which_nothing_is_lost(zero: int, tensor: int) -> None:
+    """Those whose export fits and is predicted to take no more; exported and priced one by one."""
+    graph, setup = graph_of("gpt"), TrainingSetup(zero=zero, tensor=tensor)
+    plan = setup.plan(graph, CLUSTER)
+    exported = {name: export(plan, graph, name) for name in PROGRAMS}
+    expected = [n for n, e in exported.items() if e.fits and e.ratio <= 1 + LOSSLESS]
+    assert list(lossless_exports(plan, graph)) == expected
+    step = sg.simulate(plan, graph).step_time
+    fast = lossless_exports(plan, graph, step_time=0.5 * step)
+    assert list(fast) == [n for n, e in exported.items() if e.ratio <= 0.5 * (1 + LOSSLESS)]
+
+
+def test_a_search_says_which_formats_lose_nothing() -> None:
+    found = sg.search(graph_of("gpt"), CLUSTER, budget=sg.Budget(0), num_bounded=0, progress=False)
+    assert found.exports == lossless_exports(found.plan, found.graph)
+    named = " and ".join([", ".join(found.exports[:-1]), found.exports[-1]]).removeprefix(" and ")
+    assert f"exports to {named} without loss" in found.simplicity
+    none = replace(found, exports=())
+    assert none.simplicity.endswith("exports to no format without loss")
+    assert "export" not in replace(found, exports=None).simplicity

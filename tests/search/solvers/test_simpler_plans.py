@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,11 @@ from stratagem.searcher.improvement.simpler_plans import (
     variety,
     zero_stages,
 )
+from stratagem.searcher.report.page_content import page_content
 from stratagem.searcher.robustness.robust_choice import TELLS_APART
+from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.training_setup import TrainingSetup
+from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -203,3 +207,85 @@ def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
     assert (loaded.simplicity, str(loaded)) == (plain.simplicity, str(plain))
     with pytest.raises(ValueError, match="no preference 'fast'"):
         sg.search(graph, tight, prefer="fast", **wishes)
+
+
+def both(graph: OperatorGraph, bound: float | None) -> sg.SearchResult:
+    """A search that came to a varied plan, and gives a simple one that takes 3 % more."""
+    one = replace(cluster(), devices_per_node=1)
+    found = searching.search(graph, one, budget=Budget(0), num_bounded=0, baselines=())
+    fastest = simulated(mixed(graph, (1, 3, 1, 3)), graph)
+    plain = replace(simulated(mixed(graph, (1,) * LAYERS), graph))
+    plain = replace(plain, step_time=1.03 * fastest.step_time)
+    if bound is not None:
+        bound *= fastest.step_time
+    return replace(
+        found,
+        plan=plain.plan,
+        simulation=plain,
+        fastest=fastest,
+        bound=bound,
+        listed_bound=bound,
+        bounds_all=True,
+        stop_reason=StopReason.SETTLED,
+    )
+
+
+def test_certificate_and_gap_are_of_the_plan_given_and_say_the_other() -> None:
+    graph = small()
+    apart = both(graph, 0.9)
+    assert apart.gap == pytest.approx(1 - 0.9 / 1.03)
+    assert "at most 12.6 % from the best, the fastest one at most 10.0 %" in apart.certificate
+    proved = both(graph, 1.0)
+    assert "at most 2.9 % from the best, the fastest one is proved to be the best" in (
+        proved.certificate
+    )
+    alone = replace(apart, fastest=None)
+    assert "fastest" not in alone.certificate
+    assert "(variety 0): 3.0 % slower than the fastest plan" in apart.simplicity
+    assert ", variety 2)" in apart.simplicity
+    assert "of the fastest, the skeletons chosen were searched" in str(apart)
+    page = page_content(proved, Table("none", {}, ()), "1")
+    assert any("it is proved to be the best of them" in each for each in page["certificate"])
+    assert any("another could save 10.0% of that" in each for each in _certificate_of(apart))
+    assert any("stratagem search --draws 100" in each for each in page["choice"])
+
+
+def _certificate_of(result: sg.SearchResult) -> list[str]:
+    found: list[str] = page_content(result, Table("none", {}, ()), "1")["certificate"]
+    return found
+
+
+@pytest.mark.parametrize("bound", [0.96, 0.98, 1.0])
+@pytest.mark.parametrize("gap", [0.01, 0.04])
+def test_a_gap_that_was_asked_for_and_is_proved_is_kept_to(gap: float, bound: float) -> None:
+    """Of a plan as slow as may be the gap is what was asked for, or the fastest one's own."""
+    longest = searching.longest_step(1.0, gap, bound)
+    assert 1.0 <= longest <= 1.0 + TELLS_APART
+    assert 1 - bound / longest <= max(gap, 1 - bound) + 1e-12
+    assert longest in (1.0, 1.0 + TELLS_APART) or 1 - bound / longest == pytest.approx(gap)
+    for free in (
+        searching.longest_step(1.0, gap, None),
+        searching.longest_step(1.0, TELLS_APART, bound),
+    ):
+        assert free == 1.0 + TELLS_APART
+
+
+def test_a_simpler_plan_that_is_faster_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 on 16 A100s had a simplest plan that took 2 µs less than the "fastest" beside it."""
+    graph = small(2)
+    pair = replace(cluster(), devices_per_node=2)
+    begun = searching.search(graph, pair, budget=Budget(evaluations=0), num_bounded=0)
+    own = searching.simplest
+
+    def found(*arguments: Any) -> Simulation:
+        plan = own(*arguments)
+        faster = replace(plan, step_time=0.9 * plan.step_time)
+        monkeypatch.setattr(Situation, "simulate", lambda *_, **__: faster)
+        arguments[3](plan.plan)
+        monkeypatch.undo()
+        return faster
+
+    monkeypatch.setattr(searching, "simplest", found)
+    result = searching.search(graph, pair, budget=Budget(evaluations=0), num_bounded=0)
+    assert result.simulation.step_time == pytest.approx(0.9 * begun.simulation.step_time)
+    assert result.fastest is None
