@@ -385,10 +385,16 @@ def test_formats_by_which_nothing_is_lost(zero: int, tensor: int) -> None:
 
 
 def test_a_search_says_which_formats_lose_nothing() -> None:
-    found = sg.search(graph_of("gpt"), CLUSTER, budget=sg.Budget(0), num_bounded=0, progress=False)
+    pair = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    quick = {"budget": sg.Budget(0), "num_bounded": 0, "baselines": (), "progress": False}
+    found = sg.search(graph_of("gpt"), pair, **quick)
     assert found.exports == lossless_exports(found.plan, found.graph)
-    named = " and ".join([", ".join(found.exports[:-1]), found.exports[-1]]).removeprefix(" and ")
-    assert f"exports to {named} without loss" in found.simplicity
-    none = replace(found, exports=())
-    assert none.simplicity.endswith("exports to no format without loss")
+    said = {
+        (): "exports to no format without loss",
+        ("fsdp2",): "exports to fsdp2 without loss",
+        ("fsdp2", "megatron"): "exports to fsdp2 and megatron without loss",
+        PROGRAMS: "exports to fsdp2, torchtitan, megatron and deepspeed without loss",
+    }
+    for names, words in said.items():
+        assert replace(found, exports=names).simplicity.endswith(f"; {words}")
     assert "export" not in replace(found, exports=None).simplicity
