@@ -195,7 +195,9 @@ class SearchCourse:
         if num_bounded is not None:
             weakest, work = num_bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
-        idle = improver.refine(self._leave_idle(num_skeletons), num_skeletons, self._shares.is_up)
+        idle = self._leave_idle(num_skeletons)
+        self.report("refining pipelines", 0.3)
+        idle = improver.refine(idle, num_skeletons, self._shares.is_up)
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
         best_ranked = first_policies(sorted([*refined, *idle], key=lambda e: e.rank))
         if self._is_near_enough():
@@ -306,6 +308,7 @@ class SearchCourse:
         """Skeletons that leave devices idle, where that may be better; the best first."""
         space, fewer, groups = self.space, self._fewer, self._list_idle()
         ranked = self._rank(in_turn(entry for group in groups for entry in group))
+        self.report("planning on fewer devices", 0.25)
         drafted = fewer.planned(self._num_drafted(most), ranked, self._shares.late(SURVEYED))
         planned = space.take_all(space.simulated(drafted, self.incumbent.offer))
         self.notes.update(fewer.notes)
@@ -413,10 +416,7 @@ class SearchCourse:
             self._checkpoint.put(key, Searched(simulation.plan, spent, entry.bound, shared))
 
     def _bound_recut(self) -> None:
-        """Sharpen bounds of the most promising pipelines of a small model where they are cut anew.
-
-        The program over stages estimates where to cut, and single changes go downhill from there.
-        """
+        """Sharpen bounds of promising pipelines of a small model where they are cut anew."""
         if self._is_small:
             groups = self.space.listed(self.space.recut(self.incumbent.time))
             self.space.look_at(groups, [part.result() for part in self._looks(groups)])
