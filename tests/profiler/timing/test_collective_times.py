@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from stratagem.calibration import executor_measurements
 from stratagem.calibration.executor_measurements import measure_links
 from stratagem.executor.backends.threads import run_local
 from stratagem.profiler import (
@@ -22,6 +23,7 @@ from stratagem.profiler.timing.collective_timing import KINDS, MESSAGE_ROUNDS, R
 from stratagem.simulator.hardware.cluster import Link
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import axis_link
+from tests.support.brief_timing import collectives_timed_once
 
 
 class TestLinks:
@@ -229,7 +231,9 @@ class TestLinks:
             measure_links(2, timeout=0.1)
 
     @pytest.mark.slow
-    def test_links_between_processes(self):
+    def test_links_between_processes(self, monkeypatch):
+        """Of the measurement that the command line's tests work with, too."""
+        monkeypatch.setattr(executor_measurements, "measure_collectives", collectives_timed_once)
         link = measure_links(2)
         assert link.shares_compute
         assert link.bandwidth_gb_s > 0
