@@ -64,23 +64,39 @@ def needs_package():
 """
 
 
+GRAPH = mlp([64] * 9, batch=32)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Plan | ExecutionResult]:
+    """What files of plans and of a run hold, made once for all tests."""
+    return {}
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, a graph, plans and the result of a run."""
+def place(
+    made: dict[str, Plan | ExecutionResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A folder with a model, a graph, plans and the result of a run, and a graph to search."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("STRATAGEM_CACHE", str(tmp_path / "timings.sqlite"))
     monkeypatch.delitem(sys.modules, "answer_model", raising=False)
     (tmp_path / "answer_model.py").write_text(MODEL)
-    graph = mlp([64] * 9, batch=32)
-    (tmp_path / "graph.json").write_text(graph.to_json())
+    (tmp_path / "graph.json").write_text(GRAPH.to_json())
+    (tmp_path / "shallow.json").write_text(mlp([64] * 3, batch=32).to_json())
     cluster = Cluster.preset("dgx-a100", num_nodes=1)
-    plans = baseline_plans(Situation(graph, cluster, Training(), RooflineCosts()))
-    plans["1F1B pipeline"].plan.save("pipeline.json")
-    plans["data parallel"].plan.save("plan.json")
-    timeline = verbs.simulate(plans["data parallel"].plan, graph).timeline
-    slower = replace(timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end)
-    ExecutionResult("plan", (1.0,), (slower.duration,), slower).save("run.json")
+    if not made:
+        plans = baseline_plans(Situation(GRAPH, cluster, Training(), RooflineCosts()))
+        made["pipeline.json"] = plans["1F1B pipeline"].plan
+        made["plan.json"] = plan = plans["data parallel"].plan
+        timeline = verbs.simulate(plan, GRAPH).timeline
+        slower = replace(
+            timeline, label="measured", start=2 * timeline.start, end=2 * timeline.end
+        )
+        made["run.json"] = ExecutionResult("plan", (1.0,), (slower.duration,), slower)
+    for name, each in made.items():
+        each.save(name)
     return tmp_path
 
 
@@ -105,7 +121,7 @@ class TestJson:
         assert (place / "again.json").exists()
 
     def test_search_agrees_with_its_plan(self, place):
-        found = answer("search", "graph.json", *SMALL, "-o", "new.json", "--plot", "step.png")
+        found = answer("search", "shallow.json", *SMALL, "-o", "new.json", "--plot", "step.png")
         prediction = Plan.load("new.json").prediction
         assert found["step_time"] == prediction.step_time
         assert found["peak_memory"] == list(prediction.peak_memory)
@@ -113,7 +129,7 @@ class TestJson:
         assert found["strategies"][0]["step"] == found["step_time"]
         assert found["written"]["plot"] == "step.png"
         assert "space" not in found
-        assert "space" in answer("search", "graph.json", *SMALL, "-o", "new.json", "--space")
+        assert "space" in answer("search", "shallow.json", *SMALL, "-o", "new.json", "--space")
 
     def test_simulate_tells_what_is_asked(self, place):
         found = answer("simulate", "plan.json", "graph.json")
@@ -375,7 +391,7 @@ class TestProgress:
 
 
 def test_search_writes_a_report(place: Path) -> None:
-    shown = call("search", "graph.json", *SMALL, "-o", "new.json", "--report", "out/report.html")
+    shown = call("search", "shallow.json", *SMALL, "-o", "new.json", "--report", "out/report.html")
     assert shown.exit_code == 0, shown.output
     assert "Written to out/report.html" in shown.stdout
     assert "one node more (2 nodes" in Path("out/report.html").read_text()
