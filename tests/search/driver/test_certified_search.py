@@ -283,6 +283,7 @@ def test_sizes_are_compared_by_time_and_by_money() -> None:
         "num_bounded": 0,
         "num_skeletons": 1,
         "baselines": (),
+        "prefer": "fastest",
     }
     by_money = search_sizes(graph, priced, [1, 2], objective="money", **arguments)
     assert by_money.best is by_money.results[1]
