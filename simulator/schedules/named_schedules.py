@@ -75,18 +75,23 @@ def interleaved(num_stages: int, num_microbatches: int, num_ranks: int) -> Sched
     Raises:
         ValueError: if a size is below 1, or the ranks do not divide stages and microbatches.
     """
-    check_sizes(num_stages, num_microbatches)
-    for what, count in (("stages", num_stages), ("microbatches", num_microbatches)):
-        if num_ranks < 1 or count % num_ranks:
-            raise ValueError(
-                f"interleaved: {count} {what} are no multiple of {num_ranks} ranks; choose "
-                f"{max(1, count // max(num_ranks, 1)) * max(num_ranks, 1)} {what}, or custom"
-            )
+    _check_interleaved(Sizes(num_stages, num_microbatches, num_ranks))
     orders = tuple(
         tuple(_interleaved_order(rank, num_ranks, num_stages, num_microbatches))
         for rank in range(num_ranks)
     )
     return Schedule("interleaved", num_stages, num_microbatches, orders)
+
+
+def _check_interleaved(sizes: Sizes) -> None:
+    check_sizes(sizes.num_stages, sizes.num_microbatches)
+    ranks = sizes.num_ranks
+    for what, count in (("stages", sizes.num_stages), ("microbatches", sizes.num_microbatches)):
+        if ranks < 1 or count % ranks:
+            raise ValueError(
+                f"interleaved: {count} {what} are no multiple of {ranks} ranks; choose "
+                f"{max(1, count // max(ranks, 1)) * max(ranks, 1)} {what}, or custom"
+            )
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
@@ -276,6 +281,7 @@ _RECORDS = (
         "an interleaved 1F1B",
         torch_name="Interleaved1F1B",
         bubble=_interleaved_bubble,
+        check=_check_interleaved,
     ),
     ScheduleRecord("zb-h1", _by_stages(zb_h1), "a ZB-H1", bubble=_zb_h1_bubble),
     ScheduleRecord("chimera", _by_stages(chimera), "a Chimera", bubble=_chimera_bubble),

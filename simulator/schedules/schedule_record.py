@@ -62,6 +62,8 @@ class ScheduleRecord:
         bubble: the share of their time in which the ranks of a balanced pipeline are idle, for
             transfers that take no time; None for sizes and times for which no formula is known.
             Of what never flushes, once its pace has settled.
+        check: refuses by a `ValueError` sizes that `make` refuses, and no others, without making a
+            schedule of thousands of actions; left out, one is made to see.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ScheduleRecord:
     several: str = ""
     torch_name: str = ""
     bubble: Callable[[Sizes, PassTimes], Fraction | None] = _no_closed_form
+    check: Callable[[Sizes], None] | None = None
 
     @property
     def title(self) -> str:
@@ -91,4 +94,10 @@ class ScheduleRecord:
 
 @cache
 def _accepts(record: ScheduleRecord, sizes: Sizes) -> bool:
-    return record.made(sizes) is not None
+    if record.check is None:
+        return record.made(sizes) is not None
+    try:
+        record.check(sizes)
+    except ValueError:
+        return False
+    return True
