@@ -490,8 +490,7 @@ def _simplest(
         run: of the search.
         fastest: what it found.
         budget: of which the simplest plan may take the seconds that are left.
-        proved: the bound by which the gap asked for is proved; else None. A gap of less than
-            predictions tell apart is kept to.
+        proved: the bound by which the gap asked for is proved; else None. It is kept to.
     """
     if not fastest.fits:
         return fastest
@@ -523,7 +522,7 @@ def _simplest(
 def longest_step(fastest: float, gap: float, proved: float | None) -> float:
     """Seconds that a simpler plan may take: `TELLS_APART` more than the fastest.
 
-    Or so many that a gap which was asked for, of less than that, is proved of it, too.
+    Or so many that a gap which was asked for is proved of it, too: two such shares would add up.
 
     Example:
         >>> longest_step(1.0, 0.0, None), longest_step(1.0, 0.02, 0.99)
@@ -535,7 +534,7 @@ def longest_step(fastest: float, gap: float, proved: float | None) -> float:
         proved: the bound by which it is proved of the fastest plan; None where it is not.
     """
     longest = (1.0 + TELLS_APART) * fastest
-    if proved is None or gap >= TELLS_APART:
+    if proved is None:
         return longest
     return min(longest, max(fastest, proved / (1.0 - gap)))
 

@@ -71,7 +71,6 @@ MOST_AGAIN, AGAIN_NUMBER = 4, 2_000
 all chains may end beside the best plan where little fits; and the number of the first of these."""
 BOUNDED_EVERY = 0.2
 """Seconds after which the bound that is shown to whoever watches is taken anew."""
-
 ProgressReport = Callable[[SearchProgress], None]
 
 
@@ -254,9 +253,11 @@ class SearchCourse:
 
     def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason:
         """Search by few evaluations, as little can be gained, where that is one an operator."""
-        most = NEAR_WORK / self.space.num_operators
-        few = [entry for entry in known if entry.num_passes <= most]
-        return self._search_all(few, work=NEAR_WORK) or StopReason.NEAR
+        few = [e for e in known if e.num_passes <= NEAR_WORK / self.space.num_operators]
+        weak = [e for e in known if e not in few and e.bound < self._enough]
+        self._bound_entries(weak, self._shares.is_up)  # They may have joined the list just now.
+        ended = self._search_all(few, work=NEAR_WORK)
+        return ended or (StopReason.NEAR if self._is_near_enough() else self._reason())
 
     def _reason(self) -> StopReason:
         """Why a search ends that did all that it set out to do."""

@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 
+from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
@@ -148,3 +149,19 @@ def test_few_bounds_are_sharpened_before_stages_are_planned() -> None:
     assert "planning stages" not in told
     best = min(s.step_time for s in result.baselines.values() if s.fits)
     assert result.simulation.step_time <= best
+
+
+def test_a_known_plan_that_joins_the_list_late_is_bounded_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GPT-3's search ended as "near enough" at a gap of 8.7 %: the skeleton of the plan that it
+    handed back, interleaved, had joined the list by then with the quick bound of its computing."""
+    monkeypatch.setattr(search_course, "NEAR_WORK", 0)
+    graph = gpt(
+        num_layers=12, hidden=4096, num_heads=32, vocabulary=51200, sequence=1024, batch=64
+    )
+    cluster = Cluster.preset("dgx-a100", num_nodes=2)
+    result = search(graph, cluster, budget=Budget(gap=0.0102), draws=0)
+    assert result.stop_reason is StopReason.NEAR
+    assert result.gap is not None
+    assert result.gap <= 0.0102
