@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import rank
 from stratagem.searcher.space.skeletons import Options
@@ -73,8 +74,7 @@ class Incumbent:
 
     def lacks(self, plan: Plan) -> list[str]:
         """The options that would allow what a plan does and these do not, as one gives them."""
-        o = self._options
-        chosen = [choice for stage in plan.stages for choice in stage.choices.values()]
+        o, chosen = self._options, choices_of(plan).values()
         tries = tries_of(chosen)
         found = [
             f"{option.tried_by}={tries[option.tried_by]}"

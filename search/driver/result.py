@@ -277,11 +277,11 @@ class SearchResult(SavedValue):
     @property
     def rows(self) -> list[tuple[str, float, int, bool]]:
         """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
-        found = self._compared
+        found = self.strategies
         return [(name, s.step_time, s.peak_memory, self.fits(s)) for name, s in found.items()]
 
     @property
-    def _compared(self) -> dict[str, Simulation]:
+    def strategies(self) -> dict[str, Simulation]:
         """The plan found, the fastest where that is another one, and the baselines."""
         fastest = {} if self.fastest is None else {"fastest plan": self.fastest}
         return {FOUND: self.simulation, **fastest, **self.baselines}
@@ -289,7 +289,7 @@ class SearchResult(SavedValue):
     @property
     def compared(self) -> dict[str, Plan]:
         """The plan found, the fastest where that is another one, and the baselines that fit."""
-        found = self._compared
+        found = self.strategies
         return {name: s.plan for name, s in found.items() if name == FOUND or self.fits(s)}
 
     def fits(self, simulation: Simulation) -> bool:
@@ -437,7 +437,7 @@ class SearchResult(SavedValue):
             columns |= {"best in": Unit.SHARE, "lost at worst": Unit.SHARE}
         ours = self.simulation.step_time
         rows: list[tuple[Any, ...]] = []
-        for name, s in self._compared.items():
+        for name, s in self.strategies.items():
             told = (self.fitting(s), *(sure.get(name, (None, None)) if sure else ()))
             times = s.step_time, s.step_time / ours - 1.0
             rows.append((with_experts(name, s.plan), *times, s.peak_memory, *told))

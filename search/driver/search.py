@@ -456,8 +456,8 @@ def _of_baselines(run: SearchCourse) -> dict[str, str]:
     left_out = run.known_strategies.left_out
     notes = {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
     for name, known in run.baselines.items():
-        lacks = run.incumbent.lacks(known.plan)
-        if known.fits and known.step_time < run.incumbent.time and lacks:
+        is_faster = known.fits and known.step_time < run.incumbent.time
+        if is_faster and (lacks := run.incumbent.lacks(known.plan)):
             notes[f"faster than the plan: {name}"] = f"give Options({', '.join(lacks)})"
     return notes
 

@@ -215,8 +215,7 @@ def search(
 
 
 def _show(say: Console, result: SearchResult, space: bool) -> None:
-    fastest = {} if result.fastest is None else {"fastest plan": result.fastest}
-    plans = {FOUND: result.simulation, **fastest, **result.baselines}
+    plans = result.strategies
     shown = {name: with_experts(name, each.plan) for name, each in plans.items()}
     shown[FOUND] = "the plan found"
     told = {shown[n]: FITTING[1] for n, s in plans.items() if result.fits_without_headroom(s)}
