@@ -14,6 +14,9 @@ from tests.support import examples
 
 FOLDER = "STRATAGEM_TEST_FOLDER"
 
+# Products of numpy and torch are small here, and threads that wait for the next one spin.
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hear what a shell has its background deaf to, as would be those processes that tests start.

@@ -30,6 +30,8 @@ SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20)
 """Bytes of the messages that are timed unless told."""
 CUDA_SIZES = (64 * 2**10, 2**20, 16 * 2**20, 256 * 2**20)
 """The same between GPUs, whose links reach their bandwidth with large messages only."""
+REPEATS = 12
+"""Of a collective in a row."""
 ROUNDS = 5
 COMPUTE_SIZE = 384
 """Of the square matrices that are multiplied between two collectives."""
@@ -140,7 +142,7 @@ def time_collectives(
     *,
     kinds: Sequence[Collective] = KINDS,
     groups: Sequence[int] | None = None,
-    repeats: int = 12,
+    repeats: int = REPEATS,
 ) -> list[CollectiveTiming]:
     """Time collectives over the first ranks; every rank calls this and gets the same list.
 

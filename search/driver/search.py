@@ -36,7 +36,6 @@ from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.schedule_traits import Form, schedules_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
-from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions import Rewritten, Substituted
@@ -45,6 +44,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Prediction
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.simulation import Simulation
 
 FASTEST, SIMPLEST = PREFERENCES = ("fastest", "simplest")
@@ -79,6 +79,7 @@ def search(
     draws: int = 0,
     progress: ProgressReport | None = None,
     interrupts: Interrupts | None = None,
+    memory: RowMemory | None = None,
 ) -> SearchResult:
     """Find a plan to train `graph` on `cluster`, and say how far from the best it can be.
 
@@ -110,10 +111,9 @@ def search(
         training: precision and optimizer; those of `start` when left out, without one float32 and
             Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
             states do.)
-        budget: evaluations to spend, and perhaps seconds. When left out, models of at least
-            `SMALL_OPERATORS` operators are searched until what could still be gained is proved to
-            be less than predictions tell apart (`TELLS_APART`), or `Budget.evaluations` are spent;
-            smaller ones, which take a second or so, until these are.
+        budget: evaluations to spend, and perhaps seconds. When left out, the search ends where
+            what could still be gained is proved to be less than predictions tell apart
+            (`TELLS_APART`), or `Budget.evaluations` are spent.
         seed: of every random number.
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
@@ -147,6 +147,7 @@ def search(
             `SearchResult.robustness`.
         progress: called often with a `Progress`.
         interrupts: that somebody hears already.
+        memory: rows priced before, of searches with equal costs, cluster and training.
 
     Returns:
         The best plan that fits, with its bound and baselines; where nothing fits, the plan closest
@@ -162,7 +163,7 @@ def search(
     _check_counts(num_skeletons, num_bounded, zero_stages, draws)
     if prefer not in PREFERENCES:
         raise unknown("preference", prefer, PREFERENCES)
-    spend, base = budget or _usual_budget(graph), _training(training, start)
+    spend, base = budget or Budget(gap=TELLS_APART), _training(training, start)
     begin = time.monotonic()
     if isinstance(schedule, str):
         schedule = (schedule,)
@@ -177,7 +178,7 @@ def search(
     heard = interrupts or Interrupts()
     with heard.heard():
         prices, clock = costs_or_default(costs), SearchClock(interrupts=heard)
-        situation = Situation(graph, cluster, base, prices, clock=clock)
+        situation = Situation(graph, cluster, base, prices, memory or RowMemory(), clock)
         others, left_out = _rewritten(situation, wishes, num_rewritten)
         graphs = [Rewritten(graph), *others]
         parts: list[SearchResult] = []
@@ -237,11 +238,6 @@ def _with_draws(
         why = "the search was interrupted"
     told = f"not drawn: {why}; sg.robustness(result) draws them"
     return replace(found, notes={**found.notes, "errors of prices": told})
-
-
-def _usual_budget(graph: OperatorGraph) -> Budget:
-    """That of a search which is given none."""
-    return Budget(gap=TELLS_APART if len(graph.operators) >= SMALL_OPERATORS else 0.0)
 
 
 def _check_counts(

@@ -11,6 +11,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.semi_automatic.annotated_plans import Annotated, complete_plan
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.pricing.row_memory import RowMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +131,7 @@ def annotation_regret(annotated: Annotated, **arguments: Any) -> AnnotationRegre
                 f"annotation_regret was given {name}, which follows from the annotations; leave "
                 "it out"
             )
+    arguments = {"memory": RowMemory(), **arguments}  # Much is priced by each of the searches.
     held = _searched(annotated, arguments)
     plan, asking = annotated.plan, annotated.asking
     without: dict[str, SearchResult] = {}

@@ -82,7 +82,7 @@ def test_simulating_waits_for_no_torch() -> None:
 import sys, stratagem as sg
 from stratagem.simulator.graph.models import mlp
 cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
-budget = sg.Budget(evaluations=20)
+budget = sg.Budget(evaluations=20, gap=0.3)
 sg.search(mlp([64, 64, 64], batch=32), cluster, budget=budget, progress=False)
 print(sorted({"torch", "matplotlib", "cupy"} & set(sys.modules)))
 """
@@ -107,7 +107,7 @@ CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 def watched(graph: OperatorGraph) -> tuple[sg.SearchResult, list[sg.SearchProgress]]:
     """A search of two devices, and what a function was told of it."""
     told: list[sg.SearchProgress] = []
-    budget = sg.Budget(evaluations=50)
+    budget = sg.Budget(evaluations=50, gap=0.3)
     return sg.search(graph, CLUSTER, budget=budget, progress=told.append), told
 
 

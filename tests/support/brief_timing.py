@@ -50,14 +50,14 @@ def _no_load(num_processes: int, *, threads: int) -> BackgroundLoad:
 
 
 def collectives_timed_once(
-    num_processes: int, *, backend: Any = "gloo", timeout: float = 300.0
+    num_processes: int, *, backend: Any = "gloo", timeout: float = 300.0, repeats: int = 3
 ) -> list[CollectiveTiming]:
     """What `measure_collectives` finds, which takes the processes of all tests one measurement."""
     kept = Path(os.environ[FOLDER]) / f"{backend}-{num_processes}.json"
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.exists():
-            found = _WHOLE[2](num_processes, backend=backend, timeout=timeout)
+            found = _WHOLE[2](num_processes, backend=backend, timeout=timeout, repeats=repeats)
             write_text(kept, encode(found))
     return decode(read_text(kept, "collectives"), list[CollectiveTiming], "collectives")
 

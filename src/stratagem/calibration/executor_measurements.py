@@ -25,7 +25,7 @@ from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.profiler.cache.timing_keys import Launched, Measurement, summarise
-from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
+from stratagem.profiler.timing.collective_timing import REPEATS, CollectiveTiming, fit_link
 from stratagem.profiler.timing.operator_timing import Effort, evictor, time_operator
 from stratagem.simulator.base.files import decode, read_text
 from stratagem.simulator.graph.models import gpt
@@ -274,7 +274,11 @@ def measure_links(num_processes: int = 2, *, name: str = LOOPBACK, timeout: floa
 
 
 def measure_collectives(
-    num_processes: int = 2, *, backend: ProcessBackend = "gloo", timeout: float = 300.0
+    num_processes: int = 2,
+    *,
+    backend: ProcessBackend = "gloo",
+    timeout: float = 300.0,
+    repeats: int = REPEATS,
 ) -> list[CollectiveTiming]:
     """Times of all collectives between processes of this machine, in groups of 2, 4, 8, ….
 
@@ -286,6 +290,7 @@ def measure_collectives(
         num_processes: how many to start.
         backend: ``gloo`` on CPUs, ``nccl`` with a GPU for each.
         timeout: seconds that all of it may take.
+        repeats: of each collective in a row, as in `time_collectives`.
 
     Raises:
         ValueError: when `num_processes` is below 2.
@@ -297,7 +302,7 @@ def measure_collectives(
     with Scratch() as scratch:
         path = scratch.folder / "timings.json"
         run_ranks(
-            ["stratagem.calibration.link_worker", str(path), backend],
+            ["stratagem.calibration.link_worker", str(path), backend, str(repeats)],
             num_processes,
             timeout=timeout,
             scratch=scratch,

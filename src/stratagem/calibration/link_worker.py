@@ -1,4 +1,4 @@
-"""One rank of a link measurement: `torchrun -m stratagem.calibration.link_worker FILE BACKEND`."""
+"""One rank of a link measurement, under torchrun: `link_worker FILE BACKEND REPEATS`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 def main() -> None:
     """Time collectives with the other ranks; rank 0 writes what it finds to the file."""
     gc.freeze()  # What is imported so far is no garbage; to look through it takes a second.
-    path, name = sys.argv[1:]
+    path, name, repeats = sys.argv[1:]
     (backend,) = (each for each in PROCESS_BACKENDS if each == name)
     torch.set_num_threads(1)
     with join(backend) as communicator, communicator.working():
         world = communicator.world_size
         groups = sorted({world, *(2**k for k in range(1, world.bit_length()) if 2**k <= world)})
         sizes = SIZES if communicator.device.type == "cpu" else CUDA_SIZES
-        timings = time_collectives(communicator, sizes, groups=groups)
+        timings = time_collectives(communicator, sizes, groups=groups, repeats=int(repeats))
         if communicator.rank == 0:
             write_text(path, encode(timings))
 

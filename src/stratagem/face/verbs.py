@@ -93,9 +93,8 @@ def search(
         training: precision and optimizer; those of `start` when left out, without one float32 and
             Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
             states do.)
-        budget: evaluations to spend, and perhaps seconds. When left out, models of 100 operators
-            or more are searched until it is proved that what could still be gained is less than
-            predictions tell apart (5 %).
+        budget: evaluations to spend, and perhaps seconds. When left out, the search ends where
+            what could still be gained is proved to be less than predictions tell apart (5 %).
         seed: of every random number; equal arguments give equal plans.
         schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
             ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out

@@ -33,7 +33,7 @@ def test_what_a_search_places_trains_as_one_process_does(nodes: tuple[int, int])
         case.graph,
         cluster,
         options=Options(place=True),
-        budget=Budget(evaluations=100),
+        budget=Budget(evaluations=100, gap=0.3),
         baselines=(),
         num_threads=1,
         start=None,

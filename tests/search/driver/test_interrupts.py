@@ -21,6 +21,7 @@ from stratagem.searcher.driver.result import SearchResult, StopReason
 from stratagem.searcher.processes import interrupts as hearing
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import SearchClock
+from tests.support.plans import few
 
 GRAPH = sg.models.gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 PAIR = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
@@ -200,7 +201,7 @@ def whole() -> float:
     return time.monotonic() - begun
 
 
-@pytest.mark.parametrize("moment", range(10))
+@pytest.mark.parametrize("moment", few(range(10), 4))
 def test_at_a_random_moment(moment: int, whole: float) -> None:
     share = random.Random(moment).random()
     timer = threading.Timer(share * whole, os.kill, (os.getpid(), signal.SIGINT))

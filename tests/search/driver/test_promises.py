@@ -136,7 +136,7 @@ def check_constraints(
     return tight.simulation.step_time / free.simulation.step_time
 
 
-@settings(max_examples=examples(5, few=2), deadline=None)
+@settings(max_examples=examples(5, few=1), deadline=None)
 @given(problems())
 def test_a_constraint_never_beats_the_bound_without_it(
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
@@ -177,7 +177,7 @@ def check_growth(
 # Chains cool by their whole budget, so that this is no theorem: it is held on the same problems
 # every time here, and on others every time below.
 @pytest.mark.slow
-@settings(max_examples=examples(5, few=2), deadline=None, derandomize=True)
+@settings(max_examples=examples(5, few=1), deadline=None, derandomize=True)
 @given(growths())
 def test_more_budget_never_gives_a_worse_plan(
     growth: tuple[OperatorGraph, Cluster, tuple[str, ...], int],

@@ -22,7 +22,7 @@ from tests.search.driver.test_promises import (
 from tests.search.moves.test_anneal import small_llama
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pipeline_that_no_microbatches_fill_is_found() -> None:
     """Its ranks wait for one another, but what a small model takes is launches and messages."""
     graph = small_llama()
@@ -74,7 +74,7 @@ def test_a_pipeline_is_cut_where_only_choices_of_its_own_make_it_good() -> None:
     assert quick(graph, cluster, schedule=schedules).simulation.step_time < 655e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wish_on_the_whole_plan_is_met_by_a_good_one() -> None:
     """Chains came to plans of samples alone, and one of 5.92 ms was kept for one of 4.73."""
     graph = gpt(num_layers=2, hidden=768, num_heads=12, vocabulary=1024, sequence=128, batch=16)

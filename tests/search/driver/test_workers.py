@@ -206,7 +206,7 @@ print(result.stop_reason.name, result.notes.get("other processes", "well"), flus
 """
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_script_needs_no_guard_and_ctrl_c_ends_it(tmp_path: Path, interrupted: bool) -> None:
     """Processes that import the main script again would search in it, without end."""
     script = tmp_path / "script.py"

@@ -24,7 +24,7 @@ def result() -> sg.SearchResult:
         graph,
         sg.Cluster.preset("dgx-a100-superpod", num_nodes=2, devices_per_node=2),
         training=sg.Training("bfloat16"),
-        budget=sg.Budget(200),
+        budget=sg.Budget(200, gap=0.3),
         prefer="fastest",
         draws=60,
         progress=False,

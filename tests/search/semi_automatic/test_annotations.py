@@ -32,7 +32,7 @@ MEGATRON = {
     "h.*.attn.qkv": {"model": "head"},
 }
 LAYOUT = {"batch": "data", "heads": "model", "hidden": "model", "vocab": "model"}
-BRIEF = {"budget": sg.Budget(evaluations=200), "baselines": (), "progress": False}
+BRIEF = {"budget": sg.Budget(evaluations=200, gap=0.05), "baselines": (), "progress": False}
 
 
 def choices(annotated: Annotated) -> dict[str, object]:

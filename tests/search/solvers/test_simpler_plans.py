@@ -184,7 +184,11 @@ def test_an_interrupted_search_simulates_nothing_more(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
     graph = small(2)
-    wishes = {"training": sg.Training("bfloat16"), "budget": sg.Budget(100), "progress": False}
+    wishes = {
+        "training": sg.Training("bfloat16"),
+        "budget": sg.Budget(100, gap=0.05),
+        "progress": False,
+    }
     wishes["constraints"] = sg.Constraints(headroom=0.0)
     pair = replace(cluster(), devices_per_node=2)
     free = sg.search(graph, pair, baselines=(), **wishes)

@@ -32,7 +32,7 @@ SAMPLES: Config = (Shard("sample"),)
 
 def found(constraints: Constraints, **changed: object):  # type: ignore[no-untyped-def]
     given = {"num_skeletons": 1, "num_bounded": 0, "baselines": (), **changed}
-    budget = Budget(evaluations=60)
+    budget = Budget(evaluations=60, gap=0.3)
     return search(GRAPH, CLUSTER, constraints=constraints, budget=budget, **given)  # type: ignore[arg-type]
 
 
@@ -106,7 +106,7 @@ def test_a_rewritten_start_without_what_is_pinned_is_only_compared(pin: str) -> 
         CLUSTER,
         constraints=Constraints(pin={pin: config}),
         start=start,
-        budget=Budget(evaluations=60),
+        budget=Budget(evaluations=60, gap=0.3),
         num_skeletons=1,
         num_bounded=0,
         baselines=(),

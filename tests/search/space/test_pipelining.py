@@ -86,7 +86,7 @@ def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
 def test_a_search_under_another_name_ends_alike(name: str) -> None:
     here = situation()
     arguments = {
-        "budget": Budget(evaluations=200),
+        "budget": Budget(evaluations=200, gap=0.02),
         "baselines": (),
         "num_skeletons": 2,
         "num_bounded": 4,

@@ -35,7 +35,9 @@ def recomputed(plan: Plan) -> list[set[str]]:
 
 def found(wishes: Constraints, **changed: Any) -> SearchResult:
     given = {"num_skeletons": 1, "num_bounded": 0, "baselines": (), **changed}
-    return search(GRAPH, CLUSTER, constraints=wishes, budget=Budget(evaluations=60), **given)
+    return search(
+        GRAPH, CLUSTER, constraints=wishes, budget=Budget(evaluations=60, gap=0.1), **given
+    )
 
 
 @pytest.mark.parametrize("allowed", [("full",), ("selective",), ("selective", "full")])

@@ -137,7 +137,7 @@ def test_a_search_says_what_it_left_out() -> None:
     result = search(
         graph,
         CLUSTER,
-        budget=Budget(evaluations=200),
+        budget=Budget(evaluations=200, gap=0.1),
         baselines=(),
         num_skeletons=1,
         num_bounded=0,

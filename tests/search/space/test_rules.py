@@ -45,7 +45,7 @@ def graph() -> OperatorGraph:
 
 def search(graph: OperatorGraph, *rules: sg.Rule) -> sg.SearchResult:
     wishes = sg.Constraints(pipeline=1, zero_stages=(0,), rules=rules)
-    budget = sg.Budget(evaluations=200)
+    budget = sg.Budget(evaluations=200, gap=0.1)
     return sg.search(graph, CLUSTER, constraints=wishes, budget=budget, progress=False)
 
 
@@ -101,7 +101,7 @@ def test_a_plan_to_start_from_is_held_to_rules_too(graph: OperatorGraph) -> None
     plan = setup.plan(graph, CLUSTER)
     assert any(Shard("sample") in choice.config for choice in choices_of(plan).values())
     wishes = sg.Constraints(rules=RULES)
-    budget = sg.Budget(evaluations=50)
+    budget = sg.Budget(evaluations=50, gap=0.1)
     found = sg.search(
         graph, CLUSTER, start=plan, constraints=wishes, budget=budget, progress=False
     )
