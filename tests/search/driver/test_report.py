@@ -30,7 +30,7 @@ NASTY = "</script><script>document.title='taken over'</script><b>&amp;\u2028'\"{
 @pytest.fixture(scope="module")
 def pipelined() -> SearchResult:
     return sg.search(
-        gpt(num_layers=4, **SIZES),
+        gpt(num_layers=2, **SIZES),
         sg.Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2),
         budget=Budget(50, gap=0.3),
         constraints=Constraints(pipeline=2, microbatches=(8,)),

@@ -14,7 +14,7 @@ from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.graph import models
 from stratagem.simulator.graph.models.inception import AUXILIARY_WEIGHT
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from tests.support.plans import assert_equal_to_torch, built_case, few, one_stage
+from tests.support.plans import assert_equal_to_torch, built_case, one_stage
 
 State = Mapping[str, Tensor]
 
@@ -123,7 +123,10 @@ def inception_state(graph: OperatorGraph) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("image", "auxiliary", "ways"), few([(203, False, 2), (299, True, 1)], 1))
+@pytest.mark.parametrize(
+    ("image", "auxiliary", "ways"),
+    [(203, False, 2), pytest.param(299, True, 1, marks=pytest.mark.long)],
+)
 def test_inception_is_torchvisions(image: int, auxiliary: bool, ways: int) -> None:
     graph = models.inception_v3(batch=4, image=image, classes=10, auxiliary=auxiliary)
     state = inception_state(graph)
