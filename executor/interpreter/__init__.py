@@ -2,5 +2,5 @@
 
 In:      a program, a communicator, a batch.
 Out:     a step.
-Imports: optimizers, state, resharding, program and below.
+Imports: actions, optimizers, state, resharding, program and below.
 """

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from stratagem.executor.actions.operator_actions import Tape
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.interpreter.operator_actions import Tape
 
 
 def held_bytes(interpreter: Interpreter) -> int:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
 
-from stratagem.executor.interpreter import segment_actions
-from stratagem.executor.interpreter.named_values import NamedValues
-from stratagem.executor.interpreter.operator_actions import Action
-from stratagem.executor.interpreter.operator_parts import OperatorParts
-from stratagem.executor.interpreter.segment_actions import (
+from stratagem.executor.actions import segment_actions
+from stratagem.executor.actions.named_values import NamedValues
+from stratagem.executor.actions.operator_parts import OperatorParts
+from stratagem.executor.actions.parameter_actions import update_all
+from stratagem.executor.actions.rank_state import RankState
+from stratagem.executor.actions.registry import Action
+from stratagem.executor.actions.segment_actions import (
     Links,
     Live,
     SegmentMember,
@@ -44,49 +46,38 @@ Places = dict[int, Action]
 """Actions by the number of their instruction; where there is none, nothing is left to do."""
 
 
-def untimed(
-    actions: Sequence[Action],
-    parts: OperatorParts,
-    instructions: Sequence[Instruction],
-    memory: NamedValues,
-    update: Callable[[Sequence[Update]], Action],
-    stops: Set[int],
-) -> Places:
+def untimed(actions: Sequence[Action], rank: RankState, stops: Set[int]) -> Places:
     """The actions of a rank's instructions where none is timed.
 
     Args:
         actions: those of each instruction by itself.
-        update: what updates the parameters of several instructions at once.
+        rank: whose they are.
         stops: instructions in front of which something else is to be done.
     """
     made = dict(enumerate(actions))
-    _join_updates(made, instructions, update)
-    _Segments(made, parts, instructions, memory).join(stops)
+    _join_updates(made, rank)
+    _Segments(made, rank.parts, rank.mine.instructions, rank.memory).join(stops)
     return made
 
 
-def _join_updates(
-    made: Places,
-    instructions: Sequence[Instruction],
-    update: Callable[[Sequence[Update]], Action],
-) -> None:
+def _join_updates(made: Places, rank: RankState) -> None:
     """Put updates of several operators in the place of the first of them.
 
     What stands between updates lets go of gradients, or brings new values to their users.
     """
     run: dict[int, Update] = {}
-    for number, each in enumerate([*instructions, None]):
-        if isinstance(each, Update):
+    for number, each in enumerate([*rank.mine.instructions, None]):
+        if type(each) is Update:
             run[number] = each
-        elif not (isinstance(each, Free) or _publishes(each)) and run:
+        elif run and not (each is not None and (each.only_frees or _publishes(each))):
             first, *others = run
-            made[first] = update(list(run.values()))
+            made[first] = update_all(list(run.values()), rank)
             for n in others:
                 del made[n]
             run = {}
 
 
-def _publishes(instruction: Instruction | None) -> bool:
+def _publishes(instruction: Instruction) -> bool:
     """Whether it brings the new value of a parameter to its users in this stage."""
     return (
         isinstance(instruction, Convert)
@@ -126,7 +117,7 @@ class _Segments:
         for segment in found:
             self._join(segment, inside, shown)
         for number, each in enumerate(self._instructions):
-            if isinstance(each, Free):
+            if type(each) is Free:
                 self._free(number, each)
         self._record_together(stops)
 
@@ -238,7 +229,7 @@ class _Segments:
         for number, each in enumerate(self._instructions):
             if number not in self._made:
                 continue
-            recorded, freed = number in self._recorded, isinstance(each, Free)
+            recorded, freed = number in self._recorded, type(each) is Free
             if number in stops or not (recorded or freed):
                 runs.append([])
             if recorded or (freed and runs[-1]):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from stratagem.executor.lowering.plan_context import Context, Crossing
 from stratagem.executor.program.instructions import Convert, Instruction, Receive, Send
-from stratagem.executor.program.numbered_meshes import joint_number
-from stratagem.executor.program.operands import Meeting, Portion
+from stratagem.executor.program.instructions.numbered_meshes import joint_number
+from stratagem.executor.program.instructions.operands import Meeting, Portion
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
 from stratagem.simulator.hardware.collective_times import Collective
@@ -74,7 +74,7 @@ class Writer:
         later: bool = False,
         alias: bool = True,
         portion: Portion | None = None,
-        into: list[Instruction] | None = None,
+        into: list[Convert] | None = None,
     ) -> str | None:
         """Bring `source` from one placement to another on this rank's mesh.
 
@@ -111,7 +111,10 @@ class Writer:
                 portion,
                 meetings,
             )
-            (self.instructions if into is None else into).append(made)
+            if into is None:
+                self.instructions.append(made)
+            else:
+                into.append(made)
         return got
 
     def _meetings(
@@ -172,7 +175,8 @@ class Writer:
         value = self._summed[source]
         if value is not None:
             label = f"{crossing.value} m{microbatch}"
-            self.send_pieces(label, task, kind, microbatch, value, crossing.transfer)
+            transfer, dtype = crossing.transfer, crossing.dtype
+            self.send_pieces(label, task, kind, microbatch, value, transfer, dtype)
 
     def send_pieces(
         self,
@@ -182,10 +186,11 @@ class Writer:
         microbatch: int,
         value: str,
         transfer: Transfer,
+        dtype: str,
     ) -> None:
         """Send to every rank what it needs of a transfer; nothing where this rank has none."""
         if transfer.source_part(self._device) is not None:
-            self.write(Send(label, task, kind, microbatch, value, transfer))
+            self.write(Send(label, task, kind, microbatch, value, transfer, dtype))
 
     def receive(
         self,

@@ -9,7 +9,6 @@ from stratagem.executor.lowering.pass_writer import PassWriter
 from stratagem.executor.lowering.plan_context import Context
 from stratagem.executor.lowering.weight_uses import Weights, WeightUse
 from stratagem.executor.program.instructions import (
-    Forward,
     Free,
     Instruction,
     Measure,
@@ -235,12 +234,7 @@ def _check_groups(plan: Plan, graph: OperatorGraph) -> None:
 
 def _sources(instructions: Sequence[Instruction], context: Context) -> list[Instruction]:
     """The sources that a rank's operators read, in graph order."""
-    read = {
-        operand.value
-        for instruction in instructions
-        if isinstance(instruction, Forward)
-        for operand in instruction.inputs
-    }
+    read = {value for instruction in instructions for value in instruction.reads}
     return [
         Source(operator.name, f"{operator.name} whole", context.output_dtype(i, 0))
         for i, operator in enumerate(context.graph.operators)

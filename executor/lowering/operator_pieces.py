@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from stratagem.executor.lowering.conversion_writer import Writer
 from stratagem.executor.lowering.plan_context import Context
-from stratagem.executor.program.operands import Piece, Portion
+from stratagem.executor.program.instructions.operands import Piece, Portion
 from stratagem.simulator.graph.placement import Pin, Placements, Shard, local_sizes, splits_of
 from stratagem.simulator.operators.operator import Edge, Input, Operator, factors
 from stratagem.simulator.sharding.pieces_and_fusion import piece_dim

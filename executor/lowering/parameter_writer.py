@@ -25,7 +25,7 @@ from stratagem.executor.program.instructions import (
     Convert,
     Direct,
     Instruction,
-    Measured,
+    MeasuredParameter,
     Stash,
     Update,
     Updated,
@@ -66,11 +66,10 @@ def _can_share(convert: Convert) -> bool:
     )
 
 
-def _bundled(converts: Sequence[Instruction]) -> list[Instruction]:
+def _bundled(converts: Sequence[Convert]) -> list[Instruction]:
     """Conversions, those along equal steps as one, in the order of the first of each."""
     groups: dict[object, list[Convert]] = {}
     for number, convert in enumerate(converts):
-        assert isinstance(convert, Convert)
         steps = tuple((step.collective, step.axis) for step in convert.steps)
         shared = (steps, convert.dtype) if _can_share(convert) else number
         groups.setdefault(shared, []).append(convert)
@@ -100,7 +99,7 @@ class ParameterWriter:
         # Others read the value behind a detach: they have no gradient to send.
         self._returned = [use for use in self._remote if context.runs_backward[use.user]]
         self._ready: list[int] = []
-        self._held: list[Instruction] = []
+        self._held: list[Convert] = []
         self._passed: list[int] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
@@ -159,7 +158,7 @@ class ParameterWriter:
         if i in self._together and i not in self._begun:
             self._bring_bucket(self._together[i], label, microbatch)
         values: list[str] = []
-        gathers: list[Instruction] = []
+        gathers: list[Convert] = []
         for use in self._weights.of[i]:
             value: str | None = use.used_value
             if use.trained:
@@ -175,7 +174,7 @@ class ParameterWriter:
 
     def _bring_bucket(self, bucket: Sequence[int], label: str, microbatch: int) -> None:
         """Gather the weights of a bucket while that before it is read."""
-        gathers: list[Instruction] = []
+        gathers: list[Convert] = []
         self._begun.update(bucket)
         for i in bucket:
             for use in self._weights.of[i]:
@@ -186,7 +185,7 @@ class ParameterWriter:
         self._write_ahead(_bundled(gathers), at)
 
     def _gather(
-        self, use: WeightUse, label: str, microbatch: int, into: list[Instruction]
+        self, use: WeightUse, label: str, microbatch: int, into: list[Convert]
     ) -> str | None:
         name = self._name(use.user)
         return self._writer.convert(
@@ -279,11 +278,11 @@ class ParameterWriter:
             if use.use is ParameterUse.OWNED and self._writer.holds(use.home)
         ]
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[MeasuredParameter]:
         """What this rank updates, as it is to be measured before."""
         counts = not self._writer.context.upward
         return [
-            Measured(self._updated(use, -1), use.owner_stage, use.home, counts)
+            MeasuredParameter(self._updated(use, -1), use.owner_stage, use.home, counts)
             for i in self._ready
             for use in self._weights.of[i]
             if use.use is ParameterUse.OWNED and self._writer.holds(use.home)
@@ -314,7 +313,7 @@ class ParameterWriter:
         """Send new values to other stages."""
         for use in self._remote:
             if use.owner_stage == self._writer.stage and self._writer.holds(use.home):
-                self._send(use, "value", use.home_value, self._to_user(use))
+                self._send(use, use.home_value, self._to_user(use), adds=False)
 
     def receive_values(self) -> None:
         """Receive new values from the stages that own the parameters."""
@@ -326,7 +325,6 @@ class ParameterWriter:
 
     def _reduce(self, use: WeightUse, task: str, microbatch: int) -> None:
         """Add a gradient to that at the parameter's home on this mesh, with its bucket."""
-        into: list[Instruction] = []
         self._writer.convert(
             task,
             TaskKind.GRADIENT_SYNC,
@@ -340,9 +338,8 @@ class ParameterWriter:
             layout=use.weight.layout,
             adds=True,
             later=True,
-            into=into,
+            into=self._held,
         )
-        self._held += [each for each in into if isinstance(each, Convert)]
 
     def _send_gradient(self, use: WeightUse) -> None:
         made = use.gradient(-1, self._name(use.user))
@@ -359,12 +356,19 @@ class ParameterWriter:
             layout=use.weight.layout,
         )
         if value is not None:
-            self._send(use, "gradient", value, self._to_home(use))
+            self._send(use, value, self._to_home(use), adds=True)
 
-    def _send(self, use: WeightUse, what: str, value: str, transfer: Transfer) -> None:
-        task = self._tie(use)
-        label = f"{task}, {what} of {use.parameter}"
-        self._writer.send_pieces(label, task, TaskKind.GRADIENT_SYNC, -1, value, transfer)
+    def _send(self, use: WeightUse, value: str, transfer: Transfer, *, adds: bool) -> None:
+        task, what = self._tie(use), "gradient" if adds else "value"
+        self._writer.send_pieces(
+            f"{task}, {what} of {use.parameter}",
+            task,
+            TaskKind.GRADIENT_SYNC,
+            -1,
+            value,
+            transfer,
+            use.gradient_dtype if adds else use.dtype,
+        )
 
     def _receive(self, use: WeightUse, value: str, transfer: Transfer, *, adds: bool) -> None:
         task, what = self._tie(use), "gradient" if adds else "value"
@@ -399,7 +403,6 @@ class ParameterWriter:
                 self._flush()
 
     def _sum_homes(self, use: WeightUse, joint: Writer) -> None:
-        into: list[Instruction] = []
         joint.convert(
             f"{self._name(use.user)} sync of both homes",
             TaskKind.GRADIENT_SYNC,
@@ -412,9 +415,8 @@ class ParameterWriter:
             after=after_sum(use.home),
             layout=use.weight.layout,
             later=True,
-            into=into,
+            into=self._held,
         )
-        self._held += [each for each in into if isinstance(each, Convert)]
 
     def _total(self, use: WeightUse, microbatch: int = -1) -> str:
         """The gradient with which a parameter is updated."""
@@ -452,7 +454,7 @@ class ParameterWriter:
             )
             self._writer.write(Update(self._name(i), parameters, norm, self._share))
         done = {use.home_value for use in owned}
-        into = self._held if self._in_buckets else self._writer.instructions
+        into = self._held if self._in_buckets else None
         for use in owned:
             if not use.is_gathered:
                 self._publish(use, f"{self._name(i)} publish", microbatch, done, into)
@@ -460,7 +462,7 @@ class ParameterWriter:
             self._flush()
         for use in self._weights.tied_to(i):
             if use.stage == self._writer.stage:
-                self._publish(use, self._tie(use), microbatch, done, self._writer.instructions)
+                self._publish(use, self._tie(use), microbatch, done, None)
 
     def _direct(self, use: WeightUse, norm: str | None, microbatch: int) -> str | None:
         """Make the direction of a matrix that Muon trains, and bring it to all of the stage."""
@@ -491,7 +493,7 @@ class ParameterWriter:
         task: str,
         microbatch: int,
         done: set[str],
-        into: list[Instruction],
+        into: list[Convert] | None,
     ) -> None:
         if use.used_value in done:
             return

@@ -28,7 +28,7 @@ from stratagem.executor.program.instructions import (
     Instruction,
     Join,
 )
-from stratagem.executor.program.operands import Cut, Operand, Piece, Portion
+from stratagem.executor.program.instructions.operands import Cut, Operand, Piece, Portion
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots

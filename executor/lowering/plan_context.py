@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from stratagem.executor.program.executed_dtypes import executed_dtype
-from stratagem.executor.program.numbered_meshes import meshes_of, numbers_of
+from stratagem.executor.program.instructions.numbered_meshes import meshes_of, numbers_of
 from stratagem.simulator.graph.checkpoint_segments import run_again
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from stratagem.executor.lowering.plan_context import Context
 from stratagem.executor.program.instructions import Backward
-from stratagem.executor.program.operands import Operand
+from stratagem.executor.program.instructions.operands import Operand
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
 from stratagem.simulator.operators.kinds.operator_kinds import role_of
 

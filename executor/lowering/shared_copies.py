@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stratagem.executor.lowering.plan_context import Context
-from stratagem.executor.program.operands import Operand
+from stratagem.executor.program.instructions.operands import Operand
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.stage.recompute_triggers import Triggers
 

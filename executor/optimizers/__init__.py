@@ -2,5 +2,5 @@
 
 In:      parts of parameters and of their gradients.
 Out:     the parts, updated, and what is remembered of each.
-Imports: state, cuda, the simulator.
+Imports: state, cuda, program.instructions, the simulator.
 """

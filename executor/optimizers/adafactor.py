@@ -38,12 +38,6 @@ class Adafactor(UnlikeStates):
         self.lengths: dict[str, Tensor] = {}
         self._learned: dict[str, Placed] = {}
 
-    def count(self, number: int, shape: Sequence[int]) -> int:
-        """See `Measuring.count`: one, and in the first round those of rows and columns."""
-        if number or len(shape) < 2:
-            return 1
-        return 1 + self.training.adafactor.means(shape)
-
     def measure(self, number: int, changes: Sequence[GradientChange]) -> list[Tensor]:
         """See `Measuring.measure`."""
         if number == 0:

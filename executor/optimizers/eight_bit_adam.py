@@ -39,10 +39,6 @@ class EightBitAdam(UnlikeStates):
         self._largest: dict[str, Tensor] = {}
         self._block_of: dict[str, Tensor] = {}
 
-    def count(self, number: int, shape: Sequence[int]) -> int:
-        """See `Measuring.count`: the largest number of every block of both means."""
-        return 2 * self.training.blocks.count(math.prod(shape))
-
     def measure(self, number: int, changes: Sequence[GradientChange]) -> list[Tensor]:
         """See `Measuring.measure`."""
         self._begin(changes)

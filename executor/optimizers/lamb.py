@@ -27,10 +27,6 @@ class Lamb(Measuring):
         super().__init__(training)
         self.squares: dict[str, Tensor] = {}
 
-    def count(self, number: int, shape: Sequence[int]) -> int:
-        """See `Measuring.count`: the squares of a parameter and of u."""
-        return 2
-
     def take(self, number: int, found: Mapping[str, Tensor]) -> None:
         """See `Measuring.take`."""
         self.squares = dict(found)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.optimizers.stepping import Stepping, in_one_piece
+from stratagem.executor.program.instructions.parameter_instructions import measured_count
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, box_elements
@@ -115,9 +116,9 @@ class Measuring(Stepping):
             self.take(number, {name: found})
         self.all_of([change])
 
-    @abstractmethod
     def count(self, number: int, shape: Sequence[int]) -> int:
         """How many numbers a parameter of a shape has in a round."""
+        return measured_count(self.training, number, shape)
 
     @abstractmethod
     def measure(self, number: int, changes: Sequence[GradientChange]) -> list[Tensor]:

@@ -2,5 +2,5 @@
 
 In:      instructions.
 Out:     programs, proved to end; what they hold and take.
-Imports: the simulator; no torch.
+Imports: program.instructions, the simulator; no torch.
 """

@@ -6,24 +6,14 @@ Predictions are rough on purpose: they are multiplied by `Limits.patience` befor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from stratagem.executor.program.instructions import (
-    Backward,
-    Bundle,
-    Convert,
-    Forward,
-    Instruction,
-    Receive,
-    Update,
-)
+from stratagem.executor.program.instructions.instruction import Instruction, KernelPass
 from stratagem.executor.program.programs import Program
-from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 
 ROUNDS = 2
@@ -62,43 +52,29 @@ class Expected:
 
     def seconds(self, instruction: Instruction) -> float:
         """Of one instruction; 0 for those that are always short."""
-        match instruction:
-            case Forward():
-                return self._pass(instruction, Direction.FORWARD)
-            case Backward():
-                return self._pass(instruction, Direction.BACKWARD)
-            case Convert():
-                return self._moved(instruction.sizes, instruction.dtype)
-            case Bundle():
-                return sum(self._moved(part.sizes, part.dtype) for part in instruction.parts)
-            case Receive():
-                return self._moved(instruction.transfer.sizes, instruction.dtype)
-            case Update():
-                return self._update(instruction)
-        return 0.0
+        work = instruction.work(self._program)
+        seconds = sum(map(self._pass, work.passes)) + ROUNDS * work.moved / self._bandwidth
+        return seconds + (self._update(work.updated) if work.updated else 0.0)
 
     @cached_property
     def whole_step(self) -> float:
         """Of all instructions together, one after the other."""
         return sum(map(self.seconds, self._mine.instructions))
 
-    def _pass(self, instruction: Forward | Backward, direction: Direction) -> float:
-        plan, name = self._program.plan, instruction.operator
-        operator = self._program.operator(name, instruction.microbatch)
+    def _pass(self, each: KernelPass) -> float:
+        plan, name = self._program.plan, each.operator
+        operator = self._program.operator(name, each.microbatch)
         mesh = self._program.mesh(plan.stage_of[name])
         sizes: Mapping[str, int] = local_sizes(operator, plan.choice(name).config, mesh.shape)
         return max(
-            self._costs.operator_cost(operator, sizes, direction, training, device).seconds
+            self._costs.operator_cost(operator, sizes, each.direction, training, device).seconds
             for device, training in self._devices
         )
 
-    def _update(self, update: Update) -> float:
+    def _update(self, parameters: Sequence[str]) -> float:
         shapes = self._program.graph.parameter_index
-        count = sum(math.prod(shapes[each.parameter].shape) for each in update.parameters)
+        count = sum(math.prod(shapes[each].shape) for each in parameters)
         return max(
             self._costs.update_cost(count, training, device).seconds
             for device, training in self._devices
         )
-
-    def _moved(self, sizes: tuple[int, ...], dtype: str) -> float:
-        return ROUNDS * math.prod(sizes) * DTYPE_BYTES[dtype] / self._bandwidth

@@ -1,23 +1,22 @@
-"""Devices of a mesh by their coordinates."""
+"""Drawing a program: what every rank does, step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratagem.executor.program.instructions import Free
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.replay import replay
 
 
 def grid(program: Program) -> str:
-    """Draw one row a rank and one column a step; `Free` is left out.
+    """Draw one row a rank and one column a step; freeing is left out.
 
     All ranks of a collective stand in one column, and a receive comes after its send.
     """
 
     columns: list[dict[int, str]] = []
     for step, rank, instruction in replay(program):
-        if not isinstance(instruction, Free):
+        if not instruction.only_frees:
             columns += [{} for _ in range(step + 1 - len(columns))]
             columns[step][rank] = str(instruction)
     columns = [column for column in columns if column]

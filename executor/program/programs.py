@@ -14,21 +14,17 @@ Nothing here imports torch: programs are made, printed and verified on any machi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stratagem.executor.program.instructions import Instruction, Receive, Send
-from stratagem.executor.program.numbered_meshes import meshes_of
-from stratagem.executor.program.operands import EVERYONE, Meeting
-from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.executor.program.instructions.instruction import Instruction, not_described
+from stratagem.executor.program.instructions.operands import EVERYONE, Meeting
+from stratagem.executor.program.instructions.plan_graphs import PlanGraphs
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
-from stratagem.simulator.graph.token_slices import TokenSlice
-from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.chain_shares import Share
-from stratagem.simulator.operators.operator import Layout, Operator, Parameter
-from stratagem.simulator.plan.plan import Plan, ranks_of
+from stratagem.simulator.operators.operator import Layout, Parameter
 from stratagem.simulator.sharding.tensor_parts import TensorPart
 
 LOSS = "loss"
@@ -102,48 +98,45 @@ class RankProgram:
     instructions: tuple[Instruction, ...]
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, kw_only=True)
+class Program(PlanGraphs):
     """A plan made executable: one list of instructions a rank.
 
     Example:
         >>> print(grid(lower(plan, graph)))  # doctest: +SKIP
         rank 0  tokens source  embed F0  fc F0  fc B0  fc sync  fc update …
 
-    `whole` is the graph of the whole batch, `graph` that of one microbatch; `homes` has every
+    To a plan and its graphs it adds what every rank does: `homes` has every
     parameter that the program keeps. `maps` make the graph's parameters of the model's, where
-    the plan has substitutions. With token `slices`, each of which has a graph of its own, `graph`
-    is that of the first, and `plan` has a choice for every prefix (see `token_slice_plan`). A
-    forward pass has `results` instead of a loss.
+    the plan has substitutions. A forward pass has `results` instead of a loss.
+
+    Raises:
+        ValueError: when a rank has something to do that is no `Instruction`, so that nobody who
+            reads the program would know what it does.
     """
 
-    plan: Plan
-    whole: OperatorGraph
-    graph: OperatorGraph
     maps: tuple[ParameterMap, ...]
     homes: tuple[Home, ...]
     ranks: tuple[RankProgram, ...]
-    slices: tuple[TokenSlice, ...] = ()
     results: tuple[Result, ...] = ()
+
+    def __post_init__(self) -> None:
+        for rank, body in self._bodies():
+            for number, each in enumerate(body):
+                if not isinstance(each, Instruction):
+                    raise ValueError(f"rank {rank}, instruction {number}: {not_described(each)}")
+
+    def _bodies(self) -> Iterable[tuple[int, tuple[Instruction, ...]]]:
+        """The lists of instructions, each once, with the first rank that has it."""
+        first: dict[int, RankProgram] = {}
+        for each in self.ranks:
+            first.setdefault(id(each.instructions), each)
+        return ((each.rank, each.instructions) for each in first.values())
 
     @cached_property
     def left(self) -> frozenset[str]:
         """The values that stay when a step is over, beside what is stored."""
         return frozenset((LOSS, *(value for each in self.results for value in each.values)))
-
-    def slice_of(self, microbatch: int) -> TokenSlice | None:
-        """The token slice of a pass (see `Context`); None where tokens are not sliced."""
-        return self.slices[microbatch % len(self.slices)] if self.slices else None
-
-    def operator(self, name: str, microbatch: int) -> Operator:
-        """The operator called `name` in the graph of a pass."""
-        part = self.slice_of(microbatch)
-        return (self.graph if part is None else part.graph).operator(name)
-
-    @cached_property
-    def rank_of(self) -> Mapping[int, int]:
-        """The rank of every device that the plan uses."""
-        return ranks_of(self.plan)
 
     @cached_property
     def tags(self) -> Mapping[str, int]:
@@ -151,12 +144,12 @@ class Program:
 
         0 is left to messages inside conversions.
         """
-        bodies = {id(each.instructions): each.instructions for each in self.ranks}
         labels = {
-            instruction.label
-            for body in bodies.values()
-            for instruction in body
-            if isinstance(instruction, Send | Receive)
+            message.label
+            for _, body in self._bodies()
+            for each in body
+            for message in (each.sends, each.receives)
+            if message is not None
         }
         return {label: number for number, label in enumerate(sorted(labels), 1)}
 
@@ -183,14 +176,6 @@ class Program:
                 found.pop(new.name, None)
             found.update((old.name, old) for old in change.removed)
         return tuple(found.values())
-
-    def mesh(self, stage: int, device: int | None = None) -> DeviceMesh:
-        """The mesh of a stage, or of both of its homes (see `numbered_meshes`).
-
-        Of several homes it is that which has `device`, the first one where none is given.
-        """
-        meshes = meshes_of(self.plan, stage)
-        return next(mesh for mesh in meshes if device is None or device in mesh.devices)
 
     def group(self, meeting: Meeting, rank: int) -> tuple[int, ...]:
         """The ranks that meet `rank` in a collective, in axis order."""

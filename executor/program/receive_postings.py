@@ -34,14 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from stratagem.executor.program.instructions import (
-    Backward,
-    Forward,
-    Receive,
-    Send,
-    Update,
-    meetings_of,
-)
+from stratagem.executor.program.instructions.instruction import Message
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.replay import Players, ReplayedWorld, play_in, players
 
@@ -72,13 +65,13 @@ class _Arrival:
 
 @dataclass(frozen=True)
 class Sent:
-    """Where in the common order some ranks send what an instruction says.
+    """Where in the common order some ranks send a message.
 
     `ahead` is the first instruction of each player of which nothing has happened then.
     """
 
     senders: tuple[int, ...]
-    instruction: Send
+    message: Message
     ahead: tuple[int, ...]
 
 
@@ -100,7 +93,7 @@ class CommonOrder:
 
     def pairs(self) -> set[tuple[int, int]]:
         """The ranks between which messages go: sender and receiver."""
-        transfers = {id(t): t for t in (each.instruction.transfer for each in self.messages)}
+        transfers = {id(t): t for t in (each.message.transfer for each in self.messages)}
         ranks = self.program.rank_of
         found = {
             (ranks[move.sender], ranks[move.receiver])
@@ -118,10 +111,10 @@ class CommonOrder:
         own, needs = self.program.ranks[rank], _needs(self.program, rank)
         arrivals: list[_Arrival] = []
         for sent in self.messages:
-            moves = sent.instruction.transfer.moves_to(own.device)
+            moves = sent.message.transfer.moves_to(own.device)
             senders = {self.program.rank_of[move.sender] for move in moves} - {rank}
             for sender in sorted(senders.intersection(sent.senders)):
-                needed = needs[sender, sent.instruction.label].popleft()
+                needed = needs[sender, sent.message.label].popleft()
                 arrivals.append(_Arrival(sent.ahead[self.player_of[rank]], needed, sender))
         return _placed(arrivals, _issues(self.program, rank))
 
@@ -139,9 +132,8 @@ def early_postings(program: Program, rank: int) -> tuple[Posting, ...]:
         0 0 0
         0 7 0
     """
-    is_pass = [
-        isinstance(each, Forward | Backward | Update) for each in program.ranks[rank].instructions
-    ]
+    work = [each.work(program) for each in program.ranks[rank].instructions]
+    is_pass = [bool(each.passes or each.updated) for each in work]
     passes, next_pass = [*accumulate(is_pass, initial=0)], _next(is_pass)
     needs: defaultdict[int, set[int]] = defaultdict(set)
     for (sender, _), numbers in _needs(program, rank).items():
@@ -164,9 +156,9 @@ def common_order(program: Program) -> CommonOrder:
     """
     world = ReplayedWorld(program, _apart(program), whole=True)
     messages = tuple(
-        Sent(world.groups[number], each, tuple(player.ahead for player in world.players))
+        Sent(world.groups[number], sent, tuple(player.ahead for player in world.players))
         for _, number, each in play_in(world)
-        if isinstance(each, Send)
+        if (sent := each.sends) is not None
     )
     return CommonOrder(program, world.player_of, messages)
 
@@ -178,7 +170,7 @@ def _apart(program: Program) -> Players:
     ranks = program.rank_of
     for group in groups:
         for each in program.ranks[group[0]].instructions:
-            for move in each.transfer.moves if isinstance(each, Send) else ():
+            for move in () if each.sends is None else each.sends.transfer.moves:
                 pair = ranks[move.sender], ranks[move.receiver]
                 if pair[0] != pair[1] and player_of[pair[0]] == player_of[pair[1]]:
                     return tuple((rank.rank,) for rank in program.ranks)
@@ -190,18 +182,19 @@ def _needs(program: Program, rank: int) -> dict[tuple[int, str], deque[int]]:
     found: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
     own = program.ranks[rank]
     for number, instruction in enumerate(own.instructions):
-        if isinstance(instruction, Receive):
-            moves = instruction.transfer.moves_to(own.device)
+        message = instruction.receives
+        if message is not None:
+            moves = message.transfer.moves_to(own.device)
             for sender in dict.fromkeys(program.rank_of[move.sender] for move in moves):
                 if sender != rank:
-                    found[sender, instruction.label].append(number)
+                    found[sender, message.label].append(number)
     return found
 
 
 def _issues(program: Program, rank: int) -> list[int]:
     """Per instruction the first one, from it on, that issues a communication; the end if none."""
     instructions = program.ranks[rank].instructions
-    return _next([isinstance(each, Send) or bool(meetings_of(each)) for each in instructions])
+    return _next([each.sends is not None or bool(each.meetings) for each in instructions])
 
 
 def _next(wanted: Sequence[bool]) -> list[int]:

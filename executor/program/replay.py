@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stratagem.executor.program.instructions import Free, Instruction, Receive, Send, meetings_of
-from stratagem.executor.program.numbered_meshes import all_meshes
-from stratagem.executor.program.operands import Meeting
+from stratagem.executor.program.instructions.instruction import Instruction, Message
+from stratagem.executor.program.instructions.numbered_meshes import all_meshes
+from stratagem.executor.program.instructions.operands import Meeting
 from stratagem.executor.program.programs import Program
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 
@@ -35,7 +35,7 @@ class Player:
     """Where some ranks are: their instruction, what of it is done, the column they have reached.
 
     `met` counts the collectives of the instruction that are over; `heard` has the senders whose
-    part of a transfer has come.
+    part of a transfer has come, and `has_sent` says whether its own part has gone.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Player:
     position: int = 0
     met: int = 0
     heard: set[int] = field(default_factory=set)
+    has_sent: bool = False
     step: int = 0
 
     @property
@@ -64,7 +65,7 @@ class Player:
     @property
     def meeting(self) -> Meeting | None:
         """The collective that these ranks have entered."""
-        meetings = () if self.over else meetings_of(self.current)
+        meetings = () if self.over else self.current.meetings
         return meetings[self.met] if self.met < len(meetings) else None
 
     def next(self) -> Instruction:
@@ -73,13 +74,14 @@ class Player:
         self.position += 1
         self.met = 0
         self.heard.clear()
-        self.step += not isinstance(left, Free)
+        self.has_sent = False
+        self.step += not left.only_frees
         return left
 
 
 @dataclass
-class _Message:
-    transfer: Transfer
+class _Sent:
+    message: Message
     sent_by: str
     step: int
 
@@ -100,11 +102,11 @@ class ReplayedWorld:
             Player(n, ranks[0], program.ranks[ranks[0]].instructions)
             for n, ranks in enumerate(groups)
         ]
-        self.channels: dict[tuple[int, int, str], deque[_Message]] = {}
+        self.channels: dict[tuple[int, int, str], deque[_Sent]] = {}
         self._pairs: dict[int, tuple[Transfer, frozenset[tuple[int, int]]]] = {}
         self._members: dict[tuple[int, Meeting], tuple[Player, ...]] = {}
 
-    def channel(self, source: int, target: int, label: str) -> deque[_Message]:
+    def channel(self, source: int, target: int, label: str) -> deque[_Sent]:
         """What is on its way between two players under a label."""
         return self.channels.setdefault((source, target, label), deque())
 
@@ -138,8 +140,8 @@ class ReplayedWorld:
             group = self.program.group(player.meeting, player.rank)
             ranks = ", ".join(map(str, group))
             return f"{where} and waits for {player.meeting.what} of ranks {ranks}"
-        assert isinstance(current, Receive)
-        silent = {a for a, b in self.pairs(current.transfer) if b == player.number}
+        assert current.receives is not None
+        silent = {a for a, b in self.pairs(current.receives.transfer) if b == player.number}
         ranks = ", ".join(str(self.players[n].rank) for n in sorted(silent - player.heard))
         return f"{where} and waits for a message from rank {ranks}"
 
@@ -216,9 +218,10 @@ def _hear_alike(program: Program, groups: Players, by_device: Mapping[int, int])
     seen: set[int] = set()
     for ranks in groups:
         for instruction in program.ranks[ranks[0]].instructions:
-            if isinstance(instruction, Receive) and id(instruction.transfer) not in seen:
-                seen.add(id(instruction.transfer))
-                if not _all_or_none(instruction.transfer, by_device, sizes):
+            message = instruction.receives
+            if message is not None and id(message.transfer) not in seen:
+                seen.add(id(message.transfer))
+                if not _all_or_none(message.transfer, by_device, sizes):
                     return False
     return True
 
@@ -234,31 +237,39 @@ def _all_or_none(transfer: Transfer, by_device: Mapping[int, int], sizes: Sequen
 def _can_leave(player: Player, world: ReplayedWorld) -> bool:
     """Send what is to be sent, take what has come; whether the current instruction is over."""
     current = player.current
-    if isinstance(current, Send):
-        for source, target in world.pairs(current.transfer):
+    sent, awaited = current.sends, current.receives
+    if sent is not None and not player.has_sent:
+        player.has_sent = True
+        for source, target in world.pairs(sent.transfer):
             if source == player.number:
-                message = _Message(current.transfer, str(current), player.step)
-                world.channel(source, target, current.label).append(message)
-    if isinstance(current, Receive):
-        for source, target in world.pairs(current.transfer):
+                on_its_way = _Sent(sent, str(current), player.step)
+                world.channel(source, target, sent.label).append(on_its_way)
+    if awaited is not None:
+        for source, target in world.pairs(awaited.transfer):
             if target == player.number and source not in player.heard:
-                channel = world.channel(source, target, current.label)
+                channel = world.channel(source, target, awaited.label)
                 if not channel:
                     return False
-                _take(player, current, world.players[source].rank, channel.popleft())
+                _take(player, awaited, world.players[source].rank, channel.popleft())
                 player.heard.add(source)
     return player.meeting is None
 
 
-def _take(player: Player, current: Receive, sender: int, message: _Message) -> None:
-    ours, theirs = current.transfer, message.transfer
+def _take(player: Player, awaited: Message, sender: int, sent: _Sent) -> None:
+    ours, theirs = awaited.transfer, sent.message.transfer
+    current = player.current
     if ours is not theirs and ours != theirs:
         raise ValueError(
             f"rank {player.rank} at {str(current)!r} expects a tensor of factors {ours.sizes} "
-            f"from rank {sender}, which sends {theirs.sizes} at {message.sent_by!r}; both must "
+            f"from rank {sender}, which sends {theirs.sizes} at {sent.sent_by!r}; both must "
             f"follow one transfer"
         )
-    player.step = max(player.step, message.step + 1)
+    if awaited.dtype != sent.message.dtype:
+        raise ValueError(
+            f"rank {player.rank} at {str(current)!r} expects {awaited.dtype} from rank {sender}, "
+            f"which sends {sent.message.dtype} at {sent.sent_by!r}; both must have one dtype"
+        )
+    player.step = max(player.step, sent.step + 1)
 
 
 def _meet(world: ReplayedWorld) -> bool:
@@ -295,9 +306,9 @@ def _joined(player: Player, world: ReplayedWorld) -> tuple[Player, ...]:
     reached = [*joined.values()]
     while reached:
         each = reached.pop()
-        for meeting in meetings_of(each.current):
+        for meeting in each.current.meetings:
             for member in world.members(each, meeting):
-                if member.over or meeting not in meetings_of(member.current):
+                if member.over or meeting not in member.current.meetings:
                     return ()
                 if member.number not in joined:
                     joined[member.number] = member

@@ -6,6 +6,7 @@
 Their backward passes follow one another with nothing between them but the freeing of values: what
 is communicated amid them begins no later than it would, and what they are given is there before
 the first of them. A gradient that one of them makes of what another has made stays inside.
+What is derived from a pass, and so may run otherwise, is in none.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from stratagem.executor.program.instructions import (
     Backward,
     BackwardPart,
     Forward,
-    Free,
     Instruction,
 )
-from stratagem.executor.program.operands import Operand
+from stratagem.executor.program.instructions.operands import Operand
 
 Held = Callable[[Forward, Backward], int]
 
@@ -92,7 +92,7 @@ class _Finder:
         self._writers: dict[str, set[int]] = defaultdict(set)
         self._readers: dict[str, set[int]] = defaultdict(set)
         for number, each in enumerate(instructions):
-            if isinstance(each, Forward) and each.tape is not None:
+            if type(each) is Forward and each.tape is not None:
                 self._forward_of[each.tape] = number
             for name in each.reads:
                 self._readers[name].add(number)
@@ -104,9 +104,9 @@ class _Finder:
         made: list[Segment] = []
         now = _Open()
         for number, each in enumerate(self._instructions):
-            if isinstance(each, Free):
+            if each.only_frees:
                 continue
-            joins = isinstance(each, Backward) and self._runs_whole(each)
+            joins = type(each) is Backward and self._runs_whole(each)
             if not (isinstance(each, Backward) and joins and self._joins(now, each)):
                 made += self._closed(now)
                 now = _Open()

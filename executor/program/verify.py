@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.executor.program.instructions import (
-    Backward,
-    Bundle,
-    Convert,
-    Free,
-    Instruction,
-    Receive,
-)
+from stratagem.executor.program.instructions.instruction import Instruction
 from stratagem.executor.program.programs import Program, RankProgram
 from stratagem.executor.program.replay import play, players
 
@@ -44,9 +37,8 @@ def _check_values(program: RankProgram, remains: frozenset[str]) -> None:
             where = f"rank {program.rank}, instruction {number} ({str(instruction)!r})"
             raise ValueError(f"{where} {problem}")
         alive.update(instruction.writes)
-        if isinstance(instruction, Free):
-            alive.difference_update(instruction.values)
-            freed.update(instruction.values)
+        alive.difference_update(instruction.frees)
+        freed.update(instruction.frees)
     left = sorted(alive - kept - remains)
     if left:
         raise ValueError(f"rank {program.rank} never frees {left[0]!r}")
@@ -61,22 +53,9 @@ def _problem(
             state = "after it was freed" if value in freed else "before it is made"
             return f"reads {value!r} {state}"
     for value in instruction.writes:
-        if value in alive and value not in kept and value not in _added(instruction):
+        if value in alive and value not in kept and value not in instruction.adds_to:
             return f"makes {value!r}, which is there already"
-    if isinstance(instruction, Free):
-        for value in instruction.values:
-            if value not in alive or value in kept:
-                return f"frees {value!r}, which is not there or is kept"
+    for value in instruction.frees:
+        if value in kept or value not in (*alive, *instruction.writes):
+            return f"frees {value!r}, which is not there or is kept"
     return None
-
-
-def _added(instruction: object) -> tuple[str, ...]:
-    """Values that an instruction adds to, rather than makes."""
-    if isinstance(instruction, Backward):
-        weights = tuple(value for value in instruction.weights if value is not None)
-        return (*weights, *instruction.added)
-    if isinstance(instruction, (Convert, Receive)) and instruction.adds:
-        return instruction.writes
-    if isinstance(instruction, Bundle):
-        return tuple(value for part in instruction.parts for value in _added(part))
-    return ()

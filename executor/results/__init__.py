@@ -2,5 +2,5 @@
 
 In:      clock readings.
 Out:     timelines, results and their files.
-Imports: basics, communication, program, the simulator.
+Imports: basics, communication, program, program.instructions, the simulator.
 """

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from stratagem.executor.program.instructions import (
-    Backward,
-    BackwardPart,
-    Bundle,
-    Convert,
-    Free,
-    Instruction,
-    Join,
-    Receive,
-    Send,
-    meetings_of,
-)
+from stratagem.executor.program.instructions.instruction import Instruction, TimelineTask
 from stratagem.executor.program.programs import Program
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
 
@@ -67,11 +55,11 @@ def _begins(program: Program, spans: Mapping[int, Spans]) -> _Begins:
     messages: dict[tuple[int, str], int] = {}
     for rank, times in spans.items():
         for instruction, (start, _) in zip(program.ranks[rank].instructions, times, strict=True):
-            for meeting in meetings_of(instruction)[:1]:
+            for meeting in instruction.meetings[:1]:
                 key = program.group(meeting, rank), meeting.what
                 meetings[key] = max(meetings.get(key, 0), start)
-            if isinstance(instruction, Send):
-                messages[rank, instruction.label] = start
+            if instruction.sends is not None:
+                messages[rank, instruction.sends.label] = start
     return _Begins(meetings, messages)
 
 
@@ -80,52 +68,45 @@ def _rank_rows(program: Program, rank: int, spans: Spans, begins: _Begins) -> li
     before: tuple[str, int] | None = None
     over: dict[str, int] = {}
     for instruction, (start, end) in zip(program.ranks[rank].instructions, spans, strict=True):
-        if isinstance(instruction, (Free, Join)) or _is_no_task(instruction):
+        tasks = instruction.tasks
+        if not tasks:
             continue
         lane = lane_name(f"rank {rank}", _LANES[instruction.kind.is_communication])
         start = max(start, _begin(program, instruction, rank, begins), over.get(lane, 0))
         start = min(start, end)
         over[lane] = max(end, over.get(lane, 0))
-        if isinstance(instruction, Bundle):
-            rows += _bundle_rows(instruction, lane, start, end)
+        if len(tasks) > 1:
+            rows += _shared_rows(tasks, lane, start, end)
             before = None
             continue
-        task = instruction.task, instruction.microbatch
+        task = tasks[0].name, tasks[0].microbatch
         if task == before and rows[-1].lane == lane and start - rows[-1].end <= GAP_NS:
             rows[-1] = rows[-1]._replace(end=max(end, rows[-1].end))
         else:
-            rows.append(Row(instruction.task, instruction.kind, lane, start, end))
+            rows.append(Row(tasks[0].name, tasks[0].kind, lane, start, end))
         before = task
     return rows
 
 
-def _bundle_rows(bundle: Bundle, lane: str, start: int, end: int) -> list[Row]:
-    """A row for each task of a bundle, as long as its share of the elements."""
-    elements = [math.prod(part.sizes) for part in bundle.parts]
-    marks = [start + (end - start) * n // sum(elements) for n in accumulate(elements, initial=0)]
+def _shared_rows(tasks: Sequence[TimelineTask], lane: str, start: int, end: int) -> list[Row]:
+    """A row for each task of an instruction, as long as its share."""
+    shares = [task.share for task in tasks]
+    marks = [start + (end - start) * n // sum(shares) for n in accumulate(shares, initial=0)]
     return [
-        Row(part.task, part.kind, lane, first, last)
-        for part, (first, last) in zip(bundle.parts, pairwise(marks), strict=True)
+        Row(task.name, task.kind, lane, first, last)
+        for task, (first, last) in zip(tasks, pairwise(marks), strict=True)
     ]
-
-
-def _is_no_task(instruction: Instruction) -> bool:
-    """Whether a conversion joins no other rank, or a pass has nothing to make."""
-    if isinstance(instruction, Backward) and instruction.part is BackwardPart.INPUTS:
-        return not any(instruction.inputs)
-    if not isinstance(instruction, (Bundle, Convert)) or instruction.meetings:
-        return False
-    return instruction.kind.is_communication
 
 
 def _begin(program: Program, instruction: Instruction, rank: int, begins: _Begins) -> int:
     """When the partners of a communication are there; 0 for what has none."""
-    if isinstance(instruction, Receive):
-        moves = instruction.transfer.moves_to(program.ranks[rank].device)
+    message = instruction.receives
+    if message is not None:
+        moves = message.transfer.moves_to(program.ranks[rank].device)
         senders = {program.rank_of[move.sender] for move in moves}
-        arrived = (begins.messages.get((each, instruction.label), 0) for each in senders)
+        arrived = (begins.messages.get((each, message.label), 0) for each in senders)
         return max(arrived, default=0)  # A part may be empty: nobody sends it.
     if instruction.kind.is_communication:
-        met = [(program.group(m, rank), m.what) for m in meetings_of(instruction)[:1]]
+        met = [(program.group(m, rank), m.what) for m in instruction.meetings[:1]]
         return max((begins.meetings[each] for each in met), default=0)
     return 0

@@ -2,5 +2,5 @@
 
 In:      signs of life.
 Out:     who is to blame.
-Imports: basics, backends, interpreter, program.
+Imports: basics, backends, interpreter, program, program.instructions.
 """

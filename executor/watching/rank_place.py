@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stratagem.executor.program.expected_seconds import Expected
-from stratagem.executor.program.instructions import Instruction, Receive, meetings_of
+from stratagem.executor.program.instructions import Instruction
 
 if TYPE_CHECKING:
     from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
@@ -114,4 +114,4 @@ class Place:
 
 
 def _waits(instruction: Instruction) -> bool:
-    return isinstance(instruction, Receive) or bool(meetings_of(instruction))
+    return instruction.receives is not None or bool(instruction.meetings)

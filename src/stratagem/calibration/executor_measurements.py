@@ -18,7 +18,6 @@ from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.executor.interpreter.interpreter import Interpreter, StepRecord
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.optimizers.muon import Muon
-from stratagem.executor.program.instructions import Backward, Forward, Update
 from stratagem.executor.program.programs import Program
 from stratagem.executor.running.execute import prepare
 from stratagem.executor.running.launch import run_ranks
@@ -240,15 +239,11 @@ def _beyond_kernels(
     beyond: dict[Direction, list[float]] = {direction: [] for direction in Direction}
     rest = 0.0
     for instruction, took in zip(program.ranks[0].instructions, seconds.tolist(), strict=True):
-        match instruction:
-            case Forward() | Backward():
-                is_forward = isinstance(instruction, Forward)
-                direction = Direction.FORWARD if is_forward else Direction.BACKWARD
-                beyond[direction].append(took - kernels[direction][instruction.operator])
-            case Update():
-                pass
-            case _:
-                rest += took
+        work = instruction.work(program)
+        for operator, _, direction in work.passes:
+            beyond[direction].append(took - kernels[direction][operator])
+        if not (work.passes or work.updated):
+            rest += took
     share = rest / sum(map(len, beyond.values()))
     return {d: max(statistics.fmean(each) + share, LEAST_SECONDS) for d, each in beyond.items()}
 

@@ -310,13 +310,13 @@ def test_zero_3_keeps_no_gathered_weights(mlp: Case) -> None:
                 expired = [reference.expired() for reference in seen]
             action()
             if isinstance(instruction, Convert) and instruction.task.endswith("gather"):
-                tensor = interpreter._memory.values[instruction.writes[0]]
+                tensor = interpreter._state.memory.values[instruction.writes[0]]
                 seen.append(StorageWeakRef(tensor.untyped_storage()))
         return expired[: -2 * PREFETCH]
 
     def rank(comm: object) -> list[bool]:
         interpreter = Interpreter(program, comm, model_state(mlp.model))  # type: ignore[arg-type]
-        interpreter._batch = mlp.batch
+        interpreter._state.batch = mlp.batch
         with torch.no_grad():
             return run(interpreter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stratagem.executor.interpreter.named_values import NamedValues
+from stratagem.executor.actions.named_values import NamedValues
 
 
 def test_what_is_promised_is_added_when_it_is_read() -> None:

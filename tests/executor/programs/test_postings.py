@@ -17,7 +17,6 @@ from stratagem.executor.program.instructions import (
     Receive,
     Send,
     Update,
-    meetings_of,
 )
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.receive_postings import (
@@ -78,8 +77,10 @@ def operations(program: Program, rank: int, posted: tuple[Posting, ...]) -> list
         if isinstance(instruction, Send):
             to = targets(program, rank, instruction)
             found += [("send", target, instruction.label) for target in to]
-        met = meetings_of(instruction)
-        found += [("meet", program.group(meeting, rank), meeting.what) for meeting in met]
+        found += [
+            ("meet", program.group(meeting, rank), meeting.what)
+            for meeting in instruction.meetings
+        ]
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stratagem.executor.interpreter.views_of_memory import ViewOfMemory
+from stratagem.executor.actions.views_of_memory import ViewOfMemory
 from stratagem.simulator.operators.kinds.generics import is_generic
 from tests.support.plans import (
     assert_equal_to_torch,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stratagem.executor.program.operands import Cut, Operand, Portion
+from stratagem.executor.program.instructions.operands import Cut, Operand, Portion
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Input, Layout, shape_of
 from stratagem.simulator.operators.sliding_windows import shard_bounds

@@ -1,25 +1,34 @@
-"""Running conversions, sends and receives."""
+"""Running conversions, sends and receives; what is kept, put together and let go of."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from stratagem.executor.actions.input_views import portion_of
+from stratagem.executor.actions.named_values import NamedValues
+from stratagem.executor.actions.rank_state import RankState
+from stratagem.executor.actions.registry import Action, runs
 from stratagem.executor.communication.communicator import (
     Communicator,
     Poster,
     Shape,
     Untagged,
 )
-from stratagem.executor.interpreter.input_views import portion_of
-from stratagem.executor.interpreter.named_values import NamedValues
-from stratagem.executor.program.instructions import Bundle, Convert, Join, Receive, Send, Stash
-from stratagem.executor.program.programs import Program, part_shape, stored_shape
+from stratagem.executor.program.instructions import (
+    Bundle,
+    Convert,
+    Free,
+    Join,
+    Receive,
+    Send,
+    Stash,
+)
+from stratagem.executor.program.programs import part_shape, stored_shape
 from stratagem.executor.program.receive_postings import Posting, common_order, early_postings
 from stratagem.executor.resharding.conversions import Route, put_together, start_together
 from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut_part
@@ -27,11 +36,11 @@ from stratagem.simulator.graph.placement import FLAT
 from stratagem.simulator.sharding.mesh_transfers import Move
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
-Action = Callable[[], None]
 
-
-def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: NamedValues) -> Action:
+@runs(Convert)
+def convert(instruction: Convert, rank: RankState) -> Action:
     """The action of a conversion."""
+    seat, comm, memory = rank.parts.seats[instruction.stage], rank.comm, rank.memory
     part = _spec(instruction).part(seat)
     given = None if part is None else part.shape
     values, source, target = memory.values, instruction.source, instruction.target
@@ -74,9 +83,10 @@ def convert(instruction: Convert, seat: Seat, comm: Communicator, memory: NamedV
     return begin_sum if instruction.adds else begin
 
 
-def join(instruction: Join, memory: NamedValues) -> Action:
+@runs(Join)
+def join(instruction: Join, rank: RankState) -> Action:
     """The action of putting pieces together."""
-    values = memory.values
+    values = rank.memory.values
 
     def run() -> None:
         pieces = [values[name] for name in instruction.pieces]
@@ -85,15 +95,23 @@ def join(instruction: Join, memory: NamedValues) -> Action:
     return run
 
 
-def stash(instruction: Stash, memory: NamedValues) -> Action:
+@runs(Stash)
+def stash(instruction: Stash, rank: RankState) -> Action:
     """The action of keeping weights as they are now."""
-    values = memory.values
+    values = rank.memory.values
 
     def run() -> None:
         for value, copy in instruction.copies:
             values[copy] = values[value].clone()
 
     return run
+
+
+@runs(Free)
+def free(instruction: Free, rank: RankState) -> Action:
+    """The action of letting go of values."""
+    memory = rank.memory
+    return lambda: memory.free(instruction.values)
 
 
 def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
@@ -112,12 +130,14 @@ def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
     return Route(_spec(instruction), instruction.steps, seat, comm)
 
 
-def bundle(instruction: Bundle, seat: Seat, comm: Communicator, memory: NamedValues) -> Action:
+@runs(Bundle)
+def bundle(instruction: Bundle, rank: RankState) -> Action:
     """The action of a bucket: its parts go through each step together.
 
     What they give is added to what is there, or takes its place.
     """
-    values, parts = memory.values, instruction.parts
+    memory, comm, parts = rank.memory, rank.comm, instruction.parts
+    values, seat = memory.values, rank.parts.seats[parts[0].stage]
     routes = [_route(part, seat, comm) for part in parts]
     held = [_spec(part).part(seat) for part in parts]
     shapes = [each.shape for each in held if each is not None]
@@ -153,61 +173,55 @@ def _finished(final: Callable[[Tensor], Tensor], finish: Callable[[], Tensor]) -
     return final(finish())
 
 
-@dataclass(frozen=True)
-class Ports:
-    """Where transfers leave and arrive: `kept` has what a rank sends itself, by label."""
-
-    device: int
-    ranks: Mapping[int, int]
-    tags: Mapping[str, int]
-    comm: Communicator
-    kept: dict[str, deque[Tensor]] = field(default_factory=dict)
-
-
-def send(instruction: Send, ports: Ports, memory: NamedValues) -> Action:
+@runs(Send)
+def send(instruction: Send, rank: RankState) -> Action:
     """The action of a send, which does not wait."""
-    values, transfer = memory.values, instruction.transfer
-    own = transfer.source_part(ports.device)
+    values, transfer = rank.memory.values, instruction.transfer
+    device, label, ranks = rank.mine.device, instruction.label, rank.program.rank_of
+    own = transfer.source_part(device)
     assert own is not None
     shape = own.shape
-    moves, tag = transfer.moves_from(ports.device), ports.tags[instruction.label]
+    moves, tag = transfer.moves_from(device), rank.program.tags[label]
 
     def run() -> None:
         tensor: Tensor = values[instruction.value].reshape(shape)
         for move in moves:
             piece = cut_part(tensor, own, move.box)
-            if move.receiver == ports.device:
-                ports.kept.setdefault(instruction.label, deque()).append(piece)
+            if move.receiver == device:
+                rank.kept.setdefault(label, deque()).append(piece)
             else:
-                ports.comm.send(piece, ports.ranks[move.receiver], tag)
+                rank.comm.send(piece, ranks[move.receiver], tag)
 
     return run
 
 
-def receive(instruction: Receive, ports: Ports, memory: NamedValues) -> Action:
+@runs(Receive)
+def receive(instruction: Receive, rank: RankState) -> Action:
     """The action of a receive: wait for the pieces and put them together."""
-    dtype, transfer, device = torch_dtype(instruction.dtype), instruction.transfer, ports.device
-    own, tag = transfer.target_part(device), ports.tags[instruction.label]
+    dtype, transfer = torch_dtype(instruction.dtype), instruction.transfer
+    label, device = instruction.label, rank.mine.device
+    ranks, comm = rank.program.rank_of, rank.comm
+    own, tag = transfer.target_part(device), rank.program.tags[label]
     assert own is not None
-    keep, layout = _keeper(instruction.value, instruction.adds, memory), instruction.layout
+    keep, layout = _keeper(instruction.value, instruction.adds, rank.memory), instruction.layout
     final = own.shape if layout is None else part_shape(layout, own)
     expected = [(move, box_shape(move.box)) for move in transfer.moves_to(device)]
 
     def take(move: Move, size: Shape) -> Tensor:
         if move.sender == device:
-            return ports.kept[instruction.label].popleft()
-        return ports.comm.recv(size, dtype, ports.ranks[move.sender], tag)
+            return rank.kept[label].popleft()
+        return comm.recv(size, dtype, ranks[move.sender], tag)
 
     def run() -> None:
         pieces = [(move.box, take(move, size)) for move, size in expected]
-        keep(put_together(pieces, own, dtype, ports.comm.device).reshape(final))
+        keep(put_together(pieces, own, dtype, comm.device).reshape(final))
 
     return run
 
 
-def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
+def posters(rank: RankState) -> dict[int, list[Action]]:
     """By instruction what posts receives in front of it, for those who can begin them early."""
-    comm = ports.comm
+    program, comm = rank.program, rank.comm
     if isinstance(comm, Untagged):
         order = common_order(program)
         comm.open(order.pairs())
@@ -218,7 +232,7 @@ def posters(program: Program, ports: Ports) -> dict[int, list[Action]]:
         return {}
     found: dict[int, list[Action]] = {}
     for each in postings:
-        found.setdefault(each.before, []).append(_poster(program, ports, each))
+        found.setdefault(each.before, []).append(_poster(rank, each))
     return found
 
 
@@ -234,15 +248,15 @@ def posted(
     }
 
 
-def _poster(program: Program, ports: Ports, posting: Posting) -> Action:
+def _poster(rank: RankState, posting: Posting) -> Action:
     """What posts the pieces that one sender has for a receive."""
-    comm = ports.comm
+    comm, ranks = rank.comm, rank.program.rank_of
     assert isinstance(comm, Poster)
-    instruction = program.ranks[comm.rank].instructions[posting.needed]
-    assert isinstance(instruction, Receive)
-    moves = instruction.transfer.moves_to(ports.device)
-    shapes = [box_shape(m.box) for m in moves if ports.ranks[m.sender] == posting.sender]
-    dtype, tag = torch_dtype(instruction.dtype), ports.tags[instruction.label]
+    message = rank.mine.instructions[posting.needed].receives
+    assert message is not None
+    moves = message.transfer.moves_to(rank.mine.device)
+    shapes = [box_shape(m.box) for m in moves if ranks[m.sender] == posting.sender]
+    dtype, tag = torch_dtype(message.dtype), rank.program.tags[message.label]
     return partial(comm.post, shapes, dtype, posting.sender, tag)
 
 

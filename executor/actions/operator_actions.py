@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from stratagem.executor.interpreter.input_views import (
+from stratagem.executor.actions.input_views import (
     Reader,
     Select,
     joined,
@@ -25,16 +25,15 @@ from stratagem.executor.interpreter.input_views import (
     reader,
     select_of,
 )
-from stratagem.executor.interpreter.named_values import NamedValues
-from stratagem.executor.interpreter.views_of_memory import ViewOfMemory, begins_inside
+from stratagem.executor.actions.named_values import NamedValues
+from stratagem.executor.actions.registry import Action
+from stratagem.executor.actions.views_of_memory import ViewOfMemory, begins_inside
 from stratagem.executor.program.instructions import Backward, BackwardPart, Forward
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels.run_kernel import prepare_kernel
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
-
-Action = Callable[[], None]
 
 
 @dataclass

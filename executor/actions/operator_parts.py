@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from stratagem.executor.communication.communicator import Communicator
-from stratagem.executor.program.numbered_meshes import numbers_of
-from stratagem.executor.program.operands import Piece
+from stratagem.executor.program.instructions.numbered_meshes import numbers_of
+from stratagem.executor.program.instructions.operands import Piece
 from stratagem.executor.program.programs import Program
 from stratagem.executor.resharding.operator_shards import operator_shards
 from stratagem.executor.resharding.seats import Seat

@@ -6,15 +6,16 @@ positions; what belongs to earlier slices is added up for them (see `prefix_valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from stratagem.executor.interpreter.input_views import joined, reader, select_of
-from stratagem.executor.interpreter.named_values import NamedValues
-from stratagem.executor.interpreter.operator_actions import Tape, enter, gradients_of
+from stratagem.executor.actions.input_views import joined, reader, select_of
+from stratagem.executor.actions.named_values import NamedValues
+from stratagem.executor.actions.operator_actions import Tape, enter, gradients_of
+from stratagem.executor.actions.registry import Action
 from stratagem.executor.program.instructions import Backward, Forward
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.graph.token_slices import TokenSlice
@@ -22,8 +23,6 @@ from stratagem.simulator.operators.operator import Operator, factor_sizes, shape
 from stratagem.simulator.torch_ops.kernels.run_kernel import run_kernel
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
-
-Action = Callable[[], None]
 
 
 def forward(

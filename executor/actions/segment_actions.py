@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from stratagem.executor.interpreter.input_views import (
+from stratagem.executor.actions.input_views import (
     DirectView,
     Select,
     direct_view,
     reader,
     select_of,
 )
-from stratagem.executor.interpreter.named_values import NamedValues
-from stratagem.executor.interpreter.operator_actions import (
-    Action,
+from stratagem.executor.actions.named_values import NamedValues
+from stratagem.executor.actions.operator_actions import (
     Tape,
     constant,
     enter,
@@ -34,6 +33,7 @@ from stratagem.executor.interpreter.operator_actions import (
     returns_of,
     total_of,
 )
+from stratagem.executor.actions.registry import Action
 from stratagem.executor.program.instructions import Backward, Forward
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
