@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stratagem.executor.program.instructions.operands import Cut, Operand, Portion
+from stratagem.executor.program.instructions.treatments import portion_of
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Input, Layout, shape_of
-from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.sharding.tensor_parts import bounds_at
 from stratagem.simulator.torch_ops.kernels.shards import Shards
 
@@ -142,19 +142,6 @@ def _bounds(cut: Cut, seat: Seat) -> tuple[tuple[int, int, int], ...]:
         (dim, start + by, stop - start)
         for dim, ((start, stop), by) in enumerate(zip(box, cut.offset, strict=True))
     )
-
-
-def portion_of(tensor: Tensor, portion: Portion) -> Tensor:
-    """A part of a tensor along a factor; a view.
-
-    Example:
-        >>> import torch
-        >>> portion_of(torch.arange(6), Portion(0, 2, 3))
-        tensor([4, 5])
-    """
-    size = tensor.shape[portion.factor]
-    start, stop = shard_bounds(size, [portion.count], [portion.number])
-    return tensor.narrow(portion.factor, start, stop - start)
 
 
 def select_of(read: Input) -> Select:

@@ -21,7 +21,6 @@ from stratagem.executor.actions.input_views import (
     Reader,
     Select,
     joined,
-    portion_of,
     reader,
     select_of,
 )
@@ -29,6 +28,7 @@ from stratagem.executor.actions.named_values import NamedValues
 from stratagem.executor.actions.registry import Action
 from stratagem.executor.actions.views_of_memory import ViewOfMemory, begins_inside
 from stratagem.executor.program.instructions import Backward, BackwardPart, Forward
+from stratagem.executor.program.instructions.treatments import portion_of
 from stratagem.executor.resharding.seats import Seat
 from stratagem.simulator.operators.operator import Operator, factors, shape_of
 from stratagem.simulator.torch_ops.kernels.run_kernel import prepare_kernel

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stratagem.executor.actions.input_views import portion_of
 from stratagem.executor.actions.named_values import NamedValues
 from stratagem.executor.actions.rank_state import RankState
 from stratagem.executor.actions.registry import Action, runs
@@ -28,11 +27,10 @@ from stratagem.executor.program.instructions import (
     Send,
     Stash,
 )
-from stratagem.executor.program.programs import part_shape, stored_shape
+from stratagem.executor.program.programs import part_shape
 from stratagem.executor.program.receive_postings import Posting, common_order, early_postings
 from stratagem.executor.resharding.conversions import Route, put_together, start_together
 from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut_part
-from stratagem.simulator.graph.placement import FLAT
 from stratagem.simulator.sharding.mesh_transfers import Move
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
@@ -41,20 +39,13 @@ from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 def convert(instruction: Convert, rank: RankState) -> Action:
     """The action of a conversion."""
     seat, comm, memory = rank.parts.seats[instruction.stage], rank.comm, rank.memory
-    part = _spec(instruction).part(seat)
-    given = None if part is None else part.shape
     values, source, target = memory.values, instruction.source, instruction.target
     keep = _keeper(target, instruction.adds, memory)
-    steps, final, portion = instruction.steps, _finisher(instruction), instruction.portion
+    steps, begun, final = instruction.steps, _reader(instruction, seat), _finisher(instruction)
     route = _route(instruction, seat, comm)
 
     def read() -> Tensor | None:
-        if source is None:
-            return None
-        tensor: Tensor = values[source]
-        if portion is not None:
-            tensor = portion_of(tensor, portion)
-        return tensor if given is None else tensor.reshape(given)
+        return None if source is None else begun(values[source])
 
     def run() -> None:
         tensor = read()
@@ -114,16 +105,32 @@ def free(instruction: Free, rank: RankState) -> Action:
     return lambda: memory.free(instruction.values)
 
 
+def _reader(instruction: Convert, seat: Seat) -> Callable[[Tensor], Tensor]:
+    """What makes of a value the part that is converted, in factors."""
+    part, befores = _spec(instruction).part(seat), [e.before for e in instruction.treatments]
+
+    def read(tensor: Tensor) -> Tensor:
+        for before in befores:
+            tensor = before(tensor)
+        return tensor if part is None else tensor.reshape(part.shape)
+
+    return read
+
+
 def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
-    """What makes of a result in factors the parameter in the shape in which it is stored."""
-    layout = instruction.layout
-    if layout is None or FLAT in instruction.after:
-        return lambda tensor: tensor
-    return lambda tensor: tensor.reshape(stored_shape(layout, tensor.shape))
+    """What makes a value of the part that results."""
+    placed, afters = instruction.after, [e.after for e in reversed(instruction.treatments)]
+
+    def finish(tensor: Tensor) -> Tensor:
+        for after in afters:
+            tensor = after(tensor, placed)
+        return tensor
+
+    return finish
 
 
 def _spec(instruction: Convert) -> TensorSpec:
-    return TensorSpec(instruction.sizes, torch_dtype(instruction.dtype), instruction.before)
+    return TensorSpec(instruction.sizes, torch_dtype(instruction.carried), instruction.before)
 
 
 def _route(instruction: Convert, seat: Seat, comm: Communicator) -> Route:
@@ -139,9 +146,7 @@ def bundle(instruction: Bundle, rank: RankState) -> Action:
     memory, comm, parts = rank.memory, rank.comm, instruction.parts
     values, seat = memory.values, rank.parts.seats[parts[0].stage]
     routes = [_route(part, seat, comm) for part in parts]
-    held = [_spec(part).part(seat) for part in parts]
-    shapes = [each.shape for each in held if each is not None]
-    sources = [part.source for part in parts if part.source is not None]
+    begins = [(part.source, _reader(part, seat)) for part in parts if part.source is not None]
     ends = [(part.target, _finisher(part)) for part in parts if part.target is not None]
 
     adds = parts[0].adds
@@ -151,9 +156,7 @@ def bundle(instruction: Bundle, rank: RankState) -> Action:
         )
 
     def run() -> None:
-        tensors: list[Tensor] = [
-            values[source].reshape(shape) for source, shape in zip(sources, shapes, strict=True)
-        ]
+        tensors = [read(values[source]) for source, read in begins]
         if adds:
             memory.before_sum([target for target, _ in ends])
         pending, finishes = start_together(routes, tensors)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from stratagem.executor.lowering.plan_context import Context, Crossing
 from stratagem.executor.program.instructions import Convert, Instruction, Receive, Send
 from stratagem.executor.program.instructions.numbered_meshes import joint_number
-from stratagem.executor.program.instructions.operands import Meeting, Portion
+from stratagem.executor.program.instructions.operands import Meeting
+from stratagem.executor.program.instructions.treatments import Treatment, carried_dtype
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
 from stratagem.simulator.hardware.collective_times import Collective
@@ -69,47 +70,49 @@ class Writer:
         dtype: str,
         before: Placements,
         after: Placements,
-        layout: Layout | None = None,
+        treatments: tuple[Treatment, ...] = (),
         adds: bool = False,
         later: bool = False,
         alias: bool = True,
-        portion: Portion | None = None,
         into: list[Convert] | None = None,
     ) -> str | None:
         """Bring `source` from one placement to another on this rank's mesh.
 
         The instruction is appended, or goes `into` another list. With `alias` no target is made
-        where there is nothing to do.
+        where there is nothing to do. What is only done to what links carry is left out where none
+        do.
 
         Returns:
             The value that has the result, `source` itself when there is nothing to do, None when
             this rank holds nothing of it.
         """
-        if before == after and not adds and portion is None:
+        does_nothing = not adds and not any(each.acts_alone for each in treatments)
+        if before == after and does_nothing:
             return source if self.holds(before) else None
-        steps = self.steps(sizes, dtype, before, after)
-        if alias and not steps and not adds and portion is None:
+        steps = self.steps(sizes, carried_dtype(dtype, treatments), before, after)
+        if not steps:  # No link carries it.
+            treatments = tuple(each for each in treatments if each.carried(dtype) == dtype)
+        if alias and not steps and does_nothing:
             return source if self.holds(before) else None
         given = source if self.holds(before) else None
         got = target if self.holds(after) else None
         meetings = self._meetings(f"{task} m{microbatch} of {target}", before, steps)
         if given is not None or got is not None or meetings:
             made = Convert(
-                self.stage,
-                task,
-                kind,
-                microbatch,
-                given,
-                got,
-                sizes,
-                dtype,
-                before,
-                steps,
-                layout,
-                adds,
-                later,
-                portion,
-                meetings,
+                stage=self.stage,
+                task=task,
+                kind=kind,
+                microbatch=microbatch,
+                source=given,
+                target=got,
+                sizes=sizes,
+                dtype=dtype,
+                before=before,
+                steps=steps,
+                treatments=treatments,
+                adds=adds,
+                later=later,
+                meetings=meetings,
             )
             if into is None:
                 self.instructions.append(made)

@@ -30,6 +30,7 @@ from stratagem.executor.program.instructions import (
     Update,
     Updated,
 )
+from stratagem.executor.program.instructions.treatments import StoredAs
 from stratagem.executor.program.programs import Stored
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Placements
@@ -71,7 +72,7 @@ def _bundled(converts: Sequence[Convert]) -> list[Instruction]:
     groups: dict[object, list[Convert]] = {}
     for number, convert in enumerate(converts):
         steps = tuple((step.collective, step.axis) for step in convert.steps)
-        shared = (steps, convert.dtype) if _can_share(convert) else number
+        shared = (steps, convert.carried) if _can_share(convert) else number
         groups.setdefault(shared, []).append(convert)
     return [group[0] if len(group) == 1 else Bundle(tuple(group)) for group in groups.values()]
 
@@ -198,7 +199,7 @@ class ParameterWriter:
             dtype=use.dtype,
             before=use.home,
             after=use.used,
-            layout=use.weight.layout,
+            treatments=(StoredAs(use.weight.layout),),
             later=True,
             into=into,
         )
@@ -335,7 +336,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=use.made,
             after=use.home,
-            layout=use.weight.layout,
+            treatments=(StoredAs(use.weight.layout),),
             adds=True,
             later=True,
             into=self._held,
@@ -353,7 +354,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=use.made,
             after=summed(use.made),
-            layout=use.weight.layout,
+            treatments=(StoredAs(use.weight.layout),),
         )
         if value is not None:
             self._send(use, value, self._to_home(use), adds=True)
@@ -413,7 +414,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=before_sum(use.home),
             after=after_sum(use.home),
-            layout=use.weight.layout,
+            treatments=(StoredAs(use.weight.layout),),
             later=True,
             into=self._held,
         )
@@ -484,7 +485,7 @@ class ParameterWriter:
             dtype=training.formats.states if training.master_bytes else use.dtype,
             before=use.home,
             after=(REPLICATE,) * len(use.home),
-            layout=use.weight.layout,
+            treatments=(StoredAs(use.weight.layout),),
         )
 
     def _publish(
@@ -508,7 +509,7 @@ class ParameterWriter:
             dtype=use.dtype,
             before=use.home,
             after=use.used,
-            layout=use.weight.layout,
+            treatments=(StoredAs(use.weight.layout),),
             alias=False,
             later=True,
             into=into,

@@ -29,6 +29,7 @@ from stratagem.executor.program.instructions import (
     Join,
 )
 from stratagem.executor.program.instructions.operands import Cut, Operand, Piece, Portion
+from stratagem.executor.program.instructions.treatments import PortionOf
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots
@@ -235,7 +236,7 @@ class PassWriter:
             before=before,
             after=after,
             later=True,
-            portion=part,
+            treatments=() if part is None else (PortionOf(part),),
         )
 
     def _operands(self, edge: Edge, microbatch: int, *, again: bool) -> Sequence[Operand | None]:

@@ -13,14 +13,14 @@ Nothing here imports torch: programs are made, printed and verified on any machi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from stratagem.executor.program.instructions.instruction import Instruction, not_described
 from stratagem.executor.program.instructions.operands import EVERYONE, Meeting
 from stratagem.executor.program.instructions.plan_graphs import PlanGraphs
+from stratagem.executor.program.instructions.treatments import stored_shape
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.operators.chain_shares import Share
@@ -186,17 +186,6 @@ class Program(PlanGraphs):
         if meeting.pair is not None:
             group = tuple(group[i] for i in meeting.pair)
         return tuple(self.rank_of[each] for each in group)
-
-
-def stored_shape(layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a parameter's part whose factors have local `sizes`.
-
-    Example:
-        >>> stored_shape((("qkv", "head"), ("in",)), (3, 2, 8))
-        (6, 8)
-    """
-    left = iter(sizes)
-    return tuple(math.prod(next(left) for _ in group) for group in layout)
 
 
 def part_shape(layout: Layout, part: TensorPart) -> tuple[int, ...]:

@@ -2,5 +2,5 @@
 
 In:      whole tensors.
 Out:     parts, updated; whole tensors again.
-Imports: resharding, communication, program, the simulator.
+Imports: resharding, communication, program, program.instructions, the simulator.
 """

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.communication.communicator import Communicator
-from stratagem.executor.program.programs import Program, Result, stored_shape
+from stratagem.executor.program.instructions.treatments import stored_shape
+from stratagem.executor.program.programs import Program, Result
 from stratagem.executor.resharding.conversions import run_transfer
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis

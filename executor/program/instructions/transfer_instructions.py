@@ -14,8 +14,9 @@ from stratagem.executor.program.instructions.instruction import (
     TimelineTask,
     Work,
 )
-from stratagem.executor.program.instructions.operands import Meeting, Portion
+from stratagem.executor.program.instructions.operands import Meeting
 from stratagem.executor.program.instructions.plan_graphs import PlanGraphs
+from stratagem.executor.program.instructions.treatments import Treatment, carried_dtype
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Pin, Placements, local_elements
@@ -30,10 +31,9 @@ class Convert(Instruction):
     """Bring a tensor from one placement to another along `steps` on the mesh of `stage`.
 
     `source` or `target` is None on a rank that holds nothing before or after. `sizes` are those of
-    the whole tensor's factors; a parameter has a `layout`, in whose shape it is stored. With
-    `adds` the result is added to what `target` holds. With `later` the next instructions run
-    meanwhile, until one reads the result. With a `portion` only that part of `source` is
-    converted.
+    the whole tensor's factors, `treatments` what is done to parts on their way. With `adds` the
+    result is added to what `target` holds. With `later` the next instructions run meanwhile, until
+    one reads the result.
     """
 
     stage: int
@@ -46,14 +46,18 @@ class Convert(Instruction):
     dtype: str
     before: Placements
     steps: tuple[ReshardingStep, ...]
-    layout: Layout | None = None
+    treatments: tuple[Treatment, ...] = ()
     adds: bool = False
     later: bool = False
-    portion: Portion | None = None
     meetings: tuple[Meeting, ...] = ()
 
     def __str__(self) -> str:
         return self.task if self.microbatch < 0 else f"{self.task} {self.microbatch}"
+
+    @property
+    def carried(self) -> str:
+        """The dtype in which links carry it."""
+        return carried_dtype(self.dtype, self.treatments)
 
     @property
     def after(self) -> Placements:
@@ -86,9 +90,13 @@ class Convert(Instruction):
     @property
     def is_view(self) -> bool:
         """Whether it gives a part of what it is given, in the same memory."""
-        return not self.adds and all(
-            step.collective is Collective.SLICE or isinstance(step.target, Pin)
-            for step in self.steps
+        return (
+            not self.adds
+            and self.carried == self.dtype
+            and all(
+                step.collective is Collective.SLICE or isinstance(step.target, Pin)
+                for step in self.steps
+            )
         )
 
     def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
@@ -103,7 +111,7 @@ class Convert(Instruction):
 
     def work(self, graphs: PlanGraphs) -> Work:
         """See `Instruction.work`."""
-        return Work(moved=math.prod(self.sizes) * DTYPE_BYTES[self.dtype])
+        return Work(moved=math.prod(self.sizes) * DTYPE_BYTES[self.carried])
 
 
 @dataclass(frozen=True)
