@@ -5,7 +5,8 @@
 
 A room is a folder of modules. Imports count wherever they stand: for types only, or inside a
 function too. No two modules and no two rooms may import one another, however indirectly. A room
-has at most `MOST` modules, and its docstring says what comes in, what goes out, what it imports:
+has at most `MOST` modules, and its docstring says what comes in, what goes out, what it imports.
+No two classes are called alike. Such a docstring ends so:
 
     Imports: plan, stage and below.
     Imports: cache, the simulator; no torch.
@@ -146,6 +147,18 @@ def with_torch(room: str, known: Mapping[str, Path]) -> Path | None:
     return None
 
 
+def shared_names(known: Mapping[str, Path]) -> Iterator[str]:
+    """Which classes are called alike, one sentence each: a reader would take one for the other."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, path in sorted(known.items()):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    for each, modules in sorted(found.items()):
+        if len(modules) > 1:
+            yield f"{each} is a class of {' and of '.join(modules)}; give each its own name"
+
+
 def complaints() -> Iterator[str]:
     """What is wrong with the rooms, one sentence each."""
     known, graph = import_graph()
@@ -166,6 +179,7 @@ def complaints() -> Iterator[str]:
                 yield from untrue(name, stated(words), between_rooms(known, graph))
                 if "no torch" in stated(words) and (path := with_torch(name, known)):
                     yield f"{name} says {'no torch'!r}, and {path.relative_to(SOURCE)} imports it"
+    yield from shared_names(known)
 
 
 def levels(graph: Graph) -> dict[str, int]:

@@ -138,7 +138,7 @@ def _stream(device: int, address: int) -> Any:
     return cupy.cuda.Stream.from_external(torch.cuda.current_stream())
 
 
-class Table(NamedTuple):
+class StructArgument(NamedTuple):
     """An argument that a kernel gets by value: a struct of bytes, with addresses of `tensors`."""
 
     packed: NDArray[Any]
@@ -167,6 +167,6 @@ def start(name: str, num_threads: int, *arguments: Any, most_blocks: int = MOST_
 def _passed(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return np.uint64(argument.data_ptr())
-    if isinstance(argument, Table):
+    if isinstance(argument, StructArgument):
         return argument.packed
     return np.uint64(0) if argument is None else argument

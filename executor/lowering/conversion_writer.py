@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stratagem.executor.lowering.plan_context import Context, Crossing
+from stratagem.executor.lowering.plan_context import BoundaryTensor, Context
 from stratagem.executor.program.instructions import Convert, Instruction, Receive, Send
 from stratagem.executor.program.instructions.numbered_meshes import joint_number
 from stratagem.executor.program.instructions.operands import Meeting
@@ -160,7 +160,7 @@ class Writer:
 
     # -- between stages -------------------------------------------------------------------------
 
-    def send(self, crossing: Crossing, microbatch: int, source: str) -> None:
+    def send(self, crossing: BoundaryTensor, microbatch: int, source: str) -> None:
         """Carry out pending sums of `source` and send what other stages need of it."""
         task, kind = crossing.task(microbatch), TaskKind.COMMUNICATION
         if source not in self._summed:

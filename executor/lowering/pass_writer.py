@@ -17,7 +17,7 @@ from stratagem.executor.lowering.operator_pieces import (
     portion,
 )
 from stratagem.executor.lowering.parameter_writer import ParameterWriter
-from stratagem.executor.lowering.plan_context import Context, Crossing
+from stratagem.executor.lowering.plan_context import BoundaryTensor, Context
 from stratagem.executor.lowering.prefix_values import PrefixValues
 from stratagem.executor.lowering.shared_copies import Copies
 from stratagem.executor.lowering.weight_uses import Weights
@@ -100,7 +100,7 @@ class PassWriter:
                 if crossing.edge.producer == i:
                     self.writer.send(crossing, microbatch, self._made(crossing.edge, microbatch))
 
-    def _receive_all(self, crossings: tuple[Crossing, ...], microbatch: int) -> None:
+    def _receive_all(self, crossings: tuple[BoundaryTensor, ...], microbatch: int) -> None:
         """Receive what a block needs of other stages; note gradients where they belong."""
         for crossing in crossings:
             if crossing.target_stage != self.writer.stage:
@@ -110,7 +110,7 @@ class PassWriter:
                 edge = crossing.edge
                 self._arrived[edge.producer, edge.output, microbatch].append(value)
 
-    def _receive(self, crossing: Crossing, microbatch: int) -> str | None:
+    def _receive(self, crossing: BoundaryTensor, microbatch: int) -> str | None:
         """Receive a tensor, and bring its parts together where each rank fetched only one."""
         task, value = crossing.task(microbatch), f"{crossing.value} m{microbatch}"
         transfer = crossing.transfer

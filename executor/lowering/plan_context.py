@@ -41,7 +41,7 @@ Paths = dict[tuple[object, ...], tuple[ReshardingStep, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Crossing:
+class BoundaryTensor:
     """A tensor on its way from one stage to another: what `edges` read, or their gradient.
 
     `before` is how it lies on the source mesh until pending sums are carried out, `after` how it
@@ -254,7 +254,7 @@ class Context:
         return not self.is_source[edge.producer] and stages[0] != stages[1]
 
     @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def crossings(self) -> tuple[BoundaryTensor, ...]:
         """Activations between stages, equal ones once, in the order in which they are sent."""
         groups: dict[tuple[object, ...], list[Edge]] = {}
         for edge in filter(self.crosses, self.graph.edges):
@@ -264,20 +264,20 @@ class Context:
         return tuple(sorted(made, key=lambda c: (c.edge.producer, c.edge.output, c.edge.consumer)))
 
     @cached_property
-    def returns(self) -> tuple[Crossing, ...]:
+    def returns(self) -> tuple[BoundaryTensor, ...]:
         """Gradients between stages, one an edge, in the order in which they are sent."""
         edges = [e for e in self.graph.edges if self.crosses(e) and self.flows_back(e)]
         return tuple(
             self._return(edge) for edge in sorted(edges, key=lambda e: (-e.consumer, e.slot))
         )
 
-    def _crossing(self, edges: tuple[Edge, ...]) -> Crossing:
+    def _crossing(self, edges: tuple[Edge, ...]) -> BoundaryTensor:
         edge = edges[0]
         source, target = self.stage_of[edge.producer], self.stage_of[edge.consumer]
         before, after = self.made(edge), self.wanted(edge)
         return self._between(edges, source, target, before, after, f"{self.name(edge, '⇢')}")
 
-    def _return(self, edge: Edge) -> Crossing:
+    def _return(self, edge: Edge) -> BoundaryTensor:
         source, target = self.stage_of[edge.consumer], self.stage_of[edge.producer]
         before, after = self.gradient_made(edge), self.gradient_wanted(edge)
         return self._between((edge,), source, target, before, after, self.name(edge, "⇠"))
@@ -290,7 +290,7 @@ class Context:
         before: Placements,
         after: Placements,
         value: str,
-    ) -> Crossing:
+    ) -> BoundaryTensor:
         sizes = self.sizes(edges[0])
         dtype = self.dtype(edges[0])
         meshes = self.mesh(source), self.mesh(target)
@@ -303,7 +303,7 @@ class Context:
             self.plan.cluster,
         )
         transfer = Transfer(sizes, meshes[0], summed(before), meshes[1], lands)
-        return Crossing(
+        return BoundaryTensor(
             edges, source, target, before, after, transfer, dtype, value, self.num_slices
         )
 

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import MOST_CELLS, MOST_TENSORS
 from stratagem.executor.cuda.cupy_kernels import THREADS, start
-from stratagem.executor.optimizers.parameter_tables import Row, is_known, table_of, table_of_cells
+from stratagem.executor.optimizers.parameter_tables import (
+    ParameterRow,
+    is_known,
+    table_of,
+    table_of_cells,
+)
 from stratagem.executor.optimizers.settings import Settings, settings_of
 from stratagem.executor.state.gradient_lists import HANDFUL_BYTES, GradientChange
 from stratagem.simulator.kernel_times.training import Training
@@ -100,9 +105,9 @@ class FusedSGD:
         """The powers by which means of gradients and squares lack less and less."""
         return np.float64(0), np.float64(0)
 
-    def _row(self, change: GradientChange, worked: Tensor) -> Row:
+    def _row(self, change: GradientChange, worked: Tensor) -> ParameterRow:
         cell = self._counts.cell(change.name, worked.device)
-        return Row(worked, _readable(change.gradient), cell, _written(change.copy))
+        return ParameterRow(worked, _readable(change.gradient), cell, _written(change.copy))
 
     def _arguments(self, device: torch.device) -> tuple[Any, ...]:
         return self._rate.on(device), np.float64(self._now.decay)
@@ -132,7 +137,7 @@ class FusedAdam(FusedSGD):
     def _falling(self) -> tuple[np.float64, np.float64]:
         return np.float64(self._now.first), np.float64(self._now.second)
 
-    def _row(self, change: GradientChange, worked: Tensor) -> Row:
+    def _row(self, change: GradientChange, worked: Tensor) -> ParameterRow:
         if change.name not in self._states:
             self._states[change.name] = torch.zeros_like(worked), torch.zeros_like(worked)
         mean, square = self._states[change.name]

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import CELLS, CHUNK, TENSORS, TYPE_CODES
-from stratagem.executor.cuda.cupy_kernels import Table
+from stratagem.executor.cuda.cupy_kernels import StructArgument
 
 ALIGNMENT = 16
 """Bytes of four float32, which a thread reads at once where they lie so."""
 
 
-class Row(NamedTuple):
+class ParameterRow(NamedTuple):
     """A parameter in one piece in float32, and what is read and written with it.
 
     Gradient and copy are in formats that kernels know, `mean` and `square` are Adam's, and `cell`
@@ -45,7 +45,7 @@ def is_known(tensor: Tensor) -> bool:
     return tensor.dtype in CODES
 
 
-def table_of(rows: Sequence[Row]) -> tuple[Table, int]:
+def table_of(rows: Sequence[ParameterRow]) -> tuple[StructArgument, int]:
     """A launch's `struct tensors`, and how many chunks its tensors have together.
 
     Args:
@@ -57,9 +57,11 @@ def table_of(rows: Sequence[Row]) -> tuple[Table, int]:
     ends = [*accumulate(-(-length // CHUNK) for length in lengths)]
     addresses = {
         name: [0 if each is None else each.data_ptr() for each in tensors]
-        for name, tensors in zip(Row._fields, zip(*rows, strict=True), strict=True)
+        for name, tensors in zip(ParameterRow._fields, zip(*rows, strict=True), strict=True)
     }
-    together = np.array([addresses[name] for name in Row._fields if name != "cell"], np.uint64)
+    together = np.array(
+        [addresses[name] for name in ParameterRow._fields if name != "cell"], np.uint64
+    )
     found = {
         **addresses,
         "length": lengths,
@@ -72,11 +74,11 @@ def table_of(rows: Sequence[Row]) -> tuple[Table, int]:
         columns[name][: len(rows)] = values
     packed["count"] = len(rows)
     held = tuple(each for row in rows for each in row if each is not None)
-    return Table(packed, held), ends[-1]
+    return StructArgument(packed, held), ends[-1]
 
 
-def table_of_cells(cells: Sequence[Tensor]) -> Table:
+def table_of_cells(cells: Sequence[Tensor]) -> StructArgument:
     """A launch's `struct cells`, of as many as it takes at most, which are `MOST_CELLS`."""
     packed = np.zeros(1, CELLS)
     packed["cell"][0, : len(cells)] = [cell.data_ptr() for cell in cells]
-    return Table(packed, tuple(cells))
+    return StructArgument(packed, tuple(cells))

@@ -66,7 +66,7 @@ _LEAST_BANDWIDTH = 1.0
 
 
 @dataclass
-class _Run:
+class _RunHeader:
     """What the header of one run says."""
 
     kind: Collective | None = None
@@ -82,7 +82,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Sample:
-    run: _Run
+    run: _RunHeader
     nbytes: int
     seconds: float
 
@@ -164,14 +164,14 @@ def _samples(
             yield sample
 
 
-def _rows(text: str) -> Iterator[tuple[int, str, _Run]]:
+def _rows(text: str) -> Iterator[tuple[int, str, _RunHeader]]:
     """Number and text of each row of a table, and the run that it belongs to."""
-    run, named = _Run(), None
+    run, named = _RunHeader(), None
     for number, line in enumerate(text.splitlines(), start=1):
         program = _PROGRAM.search(line)
         named = PROGRAMS[program[1]] if program else named
         if run.has_rows and _BEGIN.search(line):
-            run = _Run(nccl=run.nccl)
+            run = _RunHeader(nccl=run.nccl)
         if not run.has_rows:
             run.kind = named
         _read_header(line, run)
@@ -181,7 +181,7 @@ def _rows(text: str) -> Iterator[tuple[int, str, _Run]]:
             yield number, line, run
 
 
-def _read_header(line: str, run: _Run) -> None:
+def _read_header(line: str, run: _RunHeader) -> None:
     library = _LIBRARY.search(line)
     if library is not None:
         run.nccl = dotted(int(library[1])) if library[1] else library[2]
@@ -204,7 +204,9 @@ def _is_heading(line: str) -> bool:
     return found and line.lstrip().startswith("#")
 
 
-def _sample(cells: Sequence[str], run: _Run, where: str, left_out: Counter[str]) -> _Sample | None:
+def _sample(
+    cells: Sequence[str], run: _RunHeader, where: str, left_out: Counter[str]
+) -> _Sample | None:
     """One row's time out of place, None if it means nothing."""
     if len(cells) != len(run.columns):
         raise ValueError(
@@ -232,7 +234,7 @@ def _number(text: str, name: str, where: str) -> float:
         raise ValueError(f"{where}, field {name}: {text!r} is no number") from error
 
 
-def _check_bandwidths(run: _Run, algorithm: str, bus: str, where: str) -> None:
+def _check_bandwidths(run: _RunHeader, algorithm: str, bus: str, where: str) -> None:
     """The ratio of bus to algorithm bandwidth is set by kind and ranks; it shows a wrong kind."""
     given, derived = _number(algorithm, "algbw", where), _number(bus, "busbw", where)
     size = len(run.ranks)

@@ -97,7 +97,7 @@ class Peers(Protocol):
 
 
 @runtime_checkable
-class Poster(Protocol):
+class EarlyReceiver(Protocol):
     """What can begin a receive before it is needed, as executors do where they can."""
 
     def post(self, shapes: Sequence[Shape], dtype: torch.dtype, source: int, tag: int) -> None:
@@ -366,12 +366,12 @@ def _message(peers: Peers, nbytes: int, size: int, repeats: int) -> CollectiveTi
     numel, work, sends, takes = nbytes // 4, _product(peers), peers.rank == 0, peers.rank == 1
     message = torch.rand(numel, device=peers.device)
     # Where messages have no tags, a receive is posted for all ranks to see, or not at all.
-    posts = takes and isinstance(peers, Poster) and not hasattr(peers, "open")
+    posts = takes and isinstance(peers, EarlyReceiver) and not hasattr(peers, "open")
     count = _repeats(peers, work, BETWEEN_SECONDS) * (peers.rank < 2)
 
     def once(*, with_message: bool) -> None:
         if with_message and posts:
-            assert isinstance(peers, Poster)
+            assert isinstance(peers, EarlyReceiver)
             peers.post([(numel,)], message.dtype, 0, 0)
         for _ in range(count):
             work()

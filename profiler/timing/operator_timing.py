@@ -121,9 +121,11 @@ def time_operator(
     try:
         with num_threads(threads):
             if given.type != "cpu":
-                return _time_trial(Trial(operator, training, given, faster), None, clock, effort)
+                return _time_trial(
+                    OperatorTrial(operator, training, given, faster), None, clock, effort
+                )
             check_memory(operator, training)
-            make = partial(Trial, operator, training, given, faster)
+            make = partial(OperatorTrial, operator, training, given, faster)
             twice = effort.warm_code and _fits_twice(operator, training)
             return _time_trial(make(), make() if twice else None, clock, effort)
     except (RuntimeError, MemoryError) as error:
@@ -147,7 +149,7 @@ def failed_timing(error: str) -> Timing:
     return Timing(failure, failure)
 
 
-class Trial:
+class OperatorTrial:
     """One operator with its tensors, ready to run either pass."""
 
     def __init__(
@@ -205,10 +207,12 @@ class Trial:
 
 def operator_work(operator: Operator, training: Training) -> Callable[[], None]:
     """Both passes of an operator on the CPU, ready to run again and again."""
-    return Trial(operator, training, torch.device("cpu")).run
+    return OperatorTrial(operator, training, torch.device("cpu")).run
 
 
-def _time_trial(trial: Trial, other: Trial | None, clock: DeviceClock, effort: Effort) -> Timing:
+def _time_trial(
+    trial: OperatorTrial, other: OperatorTrial | None, clock: DeviceClock, effort: Effort
+) -> Timing:
     """Both passes of a trial, each behind that of the `other`, whose results stay meanwhile."""
     evict = evictor(trial.device, effort)
     hosts: tuple[list[float], list[float]] = [], []

@@ -25,7 +25,7 @@ from stratagem.searcher.driver.skeleton_entries import (
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.driver.starting_plans import KnownStrategies, entry_of
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
-from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Watch
+from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
 from stratagem.searcher.processes.search_clock import (
@@ -483,7 +483,7 @@ class SearchCourse:
         self, problem: Problem, starts: Sequence[Ints], evaluations: int, number: int
     ) -> Simulation:
         """The best plan of a skeleton that integer programs, chains and windows come to."""
-        watch = Watch(
+        watch = ChoiceHooks(
             partial(self._sharpener.admits, problem),
             partial(self._simulate, problem),
             self.incumbent.offer,

@@ -69,9 +69,9 @@ class OperatorPlacement:
         """
         graph = self.trials.situation.graph
         branches = [*parallel_branches(graph), *[each for each in [_sets(graph)] if len(each) > 1]]
-        best: tuple[Simulation, _Placed] | None = None
+        best: tuple[Simulation, _PartlyPlaced] | None = None
         for simulation in _starts(known):
-            placed = _Placed(simulation.plan, graph, _seconds(simulation))
+            placed = _PartlyPlaced(simulation.plan, graph, _seconds(simulation))
             found = self._balance(simulation, placed, branches)
             if best is None or self.trials.rank(found[0]) < self.trials.rank(best[0]):
                 best = found
@@ -79,8 +79,8 @@ class OperatorPlacement:
             self._walk(*best, branches)
 
     def _balance(
-        self, simulation: Simulation, placed: _Placed, branches: Sequence[Sequence[Unit]]
-    ) -> tuple[Simulation, _Placed]:
+        self, simulation: Simulation, placed: _PartlyPlaced, branches: Sequence[Sequence[Unit]]
+    ) -> tuple[Simulation, _PartlyPlaced]:
         """The best of: all branches on parts along an axis, one family of them after another."""
         now = simulation, placed
         whole = _working(self.trials.situation.graph)
@@ -96,7 +96,7 @@ class OperatorPlacement:
         return now
 
     def _walk(
-        self, simulation: Simulation, placed: _Placed, branches: Sequence[Sequence[Unit]]
+        self, simulation: Simulation, placed: _PartlyPlaced, branches: Sequence[Sequence[Unit]]
     ) -> None:
         """Metropolis over places of units (Metropolis et al. 1953), from what is best so far."""
         working = _working(self.trials.situation.graph)
@@ -128,8 +128,8 @@ class OperatorPlacement:
                 now = found, moved
 
     def _better(
-        self, now: tuple[Simulation, _Placed], placed: _Placed
-    ) -> tuple[Simulation, _Placed]:
+        self, now: tuple[Simulation, _PartlyPlaced], placed: _PartlyPlaced
+    ) -> tuple[Simulation, _PartlyPlaced]:
         found = None if placed.where == now[1].where else self._simulated(placed.plan)
         if found is None or not is_better(self.trials.room(found), self.trials.room(now[0])):
             return now
@@ -143,7 +143,7 @@ class OperatorPlacement:
 
 
 @dataclass(frozen=True, eq=False)
-class _Placed:
+class _PartlyPlaced:
     """A plan, and where some of its operators are.
 
     Attributes:
@@ -172,7 +172,7 @@ class _Placed:
         stage = self.base.stages[self.base.stage_of[self.graph.names[i]]]
         return stage.mesh.shape[axis] if axis < len(stage.mesh.shape) else 1
 
-    def spread(self, family: Sequence[Unit], axis: int) -> _Placed:
+    def spread(self, family: Sequence[Unit], axis: int) -> _PartlyPlaced:
         """Each unit on a part along an axis, the longest first, where the least is so far.
 
         Units that do not lie within one stage stay where they are.
@@ -190,7 +190,7 @@ class _Placed:
             where.update(dict.fromkeys(unit, (axis, k)))
         return replace(self, where=where)
 
-    def moved(self, unit: Unit, place: Place) -> _Placed | None:
+    def moved(self, unit: Unit, place: Place) -> _PartlyPlaced | None:
         """A unit on another part; None if it is there already, or there is no such part."""
         if place is not None and any(place[1] >= self.ways(i, place[0]) for i in unit):
             return None

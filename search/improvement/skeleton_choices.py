@@ -47,7 +47,7 @@ MOST_TIGHTENED = 3
 
 
 @dataclass(frozen=True)
-class Watch:
+class ChoiceHooks:
     """What a search does while choices are looked for.
 
     Attributes:
@@ -78,7 +78,9 @@ class SkeletonChoices:
         evaluations: of all chains until now.
     """
 
-    def __init__(self, seed: int, number: int, num_threads: int | None, watch: Watch) -> None:
+    def __init__(
+        self, seed: int, number: int, num_threads: int | None, watch: ChoiceHooks
+    ) -> None:
         self._seed, self._number, self._num_threads = seed, number, num_threads
         self._watch = watch
         self.evaluations = 0

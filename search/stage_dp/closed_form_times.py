@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from stratagem.searcher.space.schedule_traits import Run, rounds_of, run_of, traits_of
 from stratagem.searcher.stage_dp.pipeline_dp import Objective
-from stratagem.searcher.stage_dp.tables.stage_tables import Mode
+from stratagem.searcher.stage_dp.tables.stage_tables import StageCounting
 
 
 class ClosedFormTimes(NamedTuple):
@@ -67,9 +67,9 @@ class ClosedFormTimes(NamedTuple):
         return self.ahead + self.back
 
 
-def mode_of(schedule: str, num_stages: int) -> Mode:
+def mode_of(schedule: str, num_stages: int) -> StageCounting:
     """How stages count under a schedule."""
-    return Mode(rounds_of(schedule, num_stages), traits_of(schedule).splits_backward)
+    return StageCounting(rounds_of(schedule, num_stages), traits_of(schedule).splits_backward)
 
 
 def objective_of(schedule: str, num_microbatches: int, num_stages: int) -> Objective:

@@ -77,6 +77,15 @@ def test_what_a_docstring_says_of_imports_is_held_to_them(rooms: ModuleType) -> 
     assert len(list(rooms.untrue(a, ["b"], graph))) == 1
 
 
+def test_classes_that_are_called_alike_are_found(rooms: ModuleType, tmp_path: Path) -> None:
+    known = {name: tmp_path / f"{name}.py" for name in ("one", "other", "third")}
+    known["one"].write_text("class Row:\n    pass\n\nclass Place:\n    pass\n")
+    known["other"].write_text("def f():\n    class Row:\n        pass\n")
+    known["third"].write_text("Place = Row = 1\n")
+    said = ["Row is a class of one and of other; give each its own name"]
+    assert list(rooms.shared_names(known)) == said
+
+
 def test_torch_is_found_wherever_it_is_imported(rooms: ModuleType, tmp_path: Path) -> None:
     file, room = tmp_path / "m.py", tmp_path / "__init__.py"
     room.write_text("")

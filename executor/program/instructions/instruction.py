@@ -33,7 +33,7 @@ HeldBytes = Callable[[str], int]
 """Bytes that a value holds just now."""
 
 
-class Holding(NamedTuple):
+class ValueStorage(NamedTuple):
     """What a value holds that is made: `nbytes` of its own, and what the values `of` hold.
 
     A view has no bytes of its own (None), a tape has some and those of what it keeps.
@@ -60,7 +60,7 @@ class KernelPass(NamedTuple):
     direction: Direction
 
 
-class Work(NamedTuple):
+class ExpectedWork(NamedTuple):
     """What takes the seconds of an instruction; nothing where it is always short.
 
     Attributes:
@@ -120,11 +120,11 @@ class Instruction:
             """Values that are there afterwards, those among them that are `adds_to`."""
 
         @abstractmethod
-        def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+        def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
             """What its values hold afterwards; of those that are there already nothing changes."""
 
         @abstractmethod
-        def work(self, graphs: PlanGraphs) -> Work:
+        def work(self, graphs: PlanGraphs) -> ExpectedWork:
             """What takes its seconds."""
 
     def __init_subclass__(cls) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stratagem.executor.program.instructions.instruction import (
+    ExpectedWork,
     HeldBytes,
-    Holding,
     Instruction,
     KernelPass,
     TimelineTask,
-    Work,
+    ValueStorage,
 )
 from stratagem.executor.program.instructions.operands import Meeting, Operand, Piece, Portion
 from stratagem.executor.program.instructions.operator_bytes import (
@@ -62,15 +62,15 @@ class Source(Instruction):
         """See `Instruction.batch_operators`."""
         return (self.operator,)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
         operator = graphs.whole.operator(self.operator)
         sizes = factor_sizes(operator.outputs[0].layout, operator.sizes)
-        yield Holding(self.value, math.prod(sizes) * DTYPE_BYTES[self.dtype])
+        yield ValueStorage(self.value, math.prod(sizes) * DTYPE_BYTES[self.dtype])
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Forward(Instruction):
         """Values that are there afterwards."""
         return self.outputs if self.tape is None else (*self.outputs, self.tape)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: outputs, and a tape of what backward reads."""
         operator = graphs.operator(self.operator, self.microbatch)
         parts = 1 if self.piece is None else self.piece.count
@@ -131,7 +131,7 @@ class Forward(Instruction):
             output_elements(graphs, operator, output) * DTYPE_BYTES[dtype] // parts
             for output, dtype in enumerate(self.dtypes)
         ]
-        yield from map(Holding, self.outputs, outputs)
+        yield from map(ValueStorage, self.outputs, outputs)
         if self.tape is None:
             return
         slots = (slot for slot in sorted(kept_slots(operator)) if slot not in self.remade)
@@ -139,11 +139,13 @@ class Forward(Instruction):
         kept += [w for slot, w in enumerate(self.weights) if slot not in self.gathered]
         kept += self.outputs if saves_output(operator) else ()
         inside = tape_bytes(graphs, operator, outputs, self.dtypes, self.piece)
-        yield Holding(self.tape, inside, tuple(kept))
+        yield ValueStorage(self.tape, inside, tuple(kept))
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work(passes=(KernelPass(self.operator, self.microbatch, Direction.FORWARD),))
+        return ExpectedWork(
+            passes=(KernelPass(self.operator, self.microbatch, Direction.FORWARD),)
+        )
 
 
 class BackwardPart(enum.Enum):
@@ -231,21 +233,21 @@ class Backward(Instruction):
         made = self.part is not BackwardPart.INPUTS or any(self.inputs)
         return super().tasks if made else ()
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: gradients."""
         operator = graphs.operator(self.operator, self.microbatch)
         if self.part is not BackwardPart.WEIGHTS:
             for slot, value in enumerate(self.inputs):
                 if value is not None:
-                    yield Holding(value, self._input_bytes(graphs, operator, slot))
+                    yield ValueStorage(value, self._input_bytes(graphs, operator, slot))
         if self.part is BackwardPart.INPUTS:
             itemsize = graphs.plan.training.parameter_bytes
             for output, value in zip(self._reached(), self.totals, strict=True):
-                yield Holding(value, output_elements(graphs, operator, output) * itemsize)
+                yield ValueStorage(value, output_elements(graphs, operator, output) * itemsize)
             return
         trained = [(n, value) for n, value in enumerate(self.weights) if value is not None]
         for (weight, value), dtype in zip(trained, self.dtypes, strict=True):
-            yield Holding(value, weight_gradient_bytes(graphs, operator, weight, dtype))
+            yield ValueStorage(value, weight_gradient_bytes(graphs, operator, weight, dtype))
 
     def _input_bytes(self, graphs: PlanGraphs, operator: Operator, slot: int) -> int:
         if slot >= len(operator.inputs):
@@ -259,6 +261,8 @@ class Backward(Instruction):
         """The outputs whose gradients reach it."""
         return [n for n, names in enumerate(self.gradients) if names or self.seed]
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work(passes=(KernelPass(self.operator, self.microbatch, Direction.BACKWARD),))
+        return ExpectedWork(
+            passes=(KernelPass(self.operator, self.microbatch, Direction.BACKWARD),)
+        )

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stratagem.executor.program.instructions.instruction import (
+    ExpectedWork,
     HeldBytes,
-    Holding,
     Instruction,
-    Work,
+    ValueStorage,
 )
 from stratagem.executor.program.instructions.operands import EVERYONE, Meeting
 from stratagem.executor.program.instructions.plan_graphs import PlanGraphs
@@ -62,13 +62,13 @@ class Norm(Instruction):
         """Values that are there afterwards."""
         return (self.value,)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: a number in float64."""
-        yield Holding(self.value, DTYPE_BYTES["float64"])
+        yield ValueStorage(self.value, DTYPE_BYTES["float64"])
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()
 
 
 @dataclass(frozen=True)
@@ -152,15 +152,15 @@ class Measure(Instruction):
         """Values that are there afterwards."""
         return (self.value,)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: the numbers of all parameters, which every rank has."""
         training, shapes = graphs.plan.training, graphs.graph.parameter_index
         count = sum(measured_count(training, self.number, shapes[n].shape) for n in self.names)
-        yield Holding(self.value, count * DTYPE_BYTES[measured_dtype(training)])
+        yield ValueStorage(self.value, count * DTYPE_BYTES[measured_dtype(training)])
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,13 @@ class Update(Instruction):
         each = [(one.value, one.direction or one.gradient) for one in self.parameters]
         return (*(value for pair in each for value in pair), *norm)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: parameters change in place."""
         return ()
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work(updated=tuple(each.parameter for each in self.parameters))
+        return ExpectedWork(updated=tuple(each.parameter for each in self.parameters))
 
 
 @dataclass(frozen=True)
@@ -239,15 +239,17 @@ class Direct(Instruction):
         """Values that are there afterwards."""
         return (self.value,)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: a direction is in the precision in which it is trained."""
         training = graphs.plan.training
         trained = training.master_bytes or training.parameter_bytes
-        yield Holding(self.value, held(self.updated.value) // training.parameter_bytes * trained)
+        yield ValueStorage(
+            self.value, held(self.updated.value) // training.parameter_bytes * trained
+        )
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()
 
 
 @dataclass(frozen=True)
@@ -281,11 +283,11 @@ class Stash(Instruction):
         """Values that are there afterwards."""
         return tuple(copy for _, copy in self.copies)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
         for value, copy in self.copies:
-            yield Holding(copy, held(value))
+            yield ValueStorage(copy, held(value))
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from stratagem.executor.program.instructions.instruction import (
+    ExpectedWork,
     HeldBytes,
-    Holding,
     Instruction,
     Message,
     TimelineTask,
-    Work,
+    ValueStorage,
 )
 from stratagem.executor.program.instructions.operands import Meeting
 from stratagem.executor.program.instructions.plan_graphs import PlanGraphs
@@ -99,19 +99,19 @@ class Convert(Instruction):
             )
         )
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
         if self.target is None:
             return
         if self.source is not None and self.is_view:
-            yield Holding(self.target, None, (self.source,))
+            yield ValueStorage(self.target, None, (self.source,))
             return
         elements = local_elements(self.sizes, self.after, graphs.mesh(self.stage).shape)
-        yield Holding(self.target, elements * DTYPE_BYTES[self.dtype])
+        yield ValueStorage(self.target, elements * DTYPE_BYTES[self.dtype])
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work(moved=math.prod(self.sizes) * DTYPE_BYTES[self.carried])
+        return ExpectedWork(moved=math.prod(self.sizes) * DTYPE_BYTES[self.carried])
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,13 @@ class Join(Instruction):
         """See `Instruction.tasks`: none, as in the simulator."""
         return ()
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
-        yield Holding(self.value, sum(map(held, self.pieces)))
+        yield ValueStorage(self.value, sum(map(held, self.pieces)))
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()
 
 
 @dataclass(frozen=True)
@@ -209,14 +209,14 @@ class Bundle(Instruction):
             for task in part.tasks
         )
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
         for part in self.parts:
             yield from part.memory(graphs, held)
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work(moved=sum(part.work(graphs).moved for part in self.parts))
+        return ExpectedWork(moved=sum(part.work(graphs).moved for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -249,13 +249,13 @@ class Send(Instruction):
         """See `Instruction.sends`."""
         return Message(self.label, self.transfer, self.dtype)
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`: messages on their way do not count."""
         return ()
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`: it does not wait."""
-        return Work()
+        return ExpectedWork()
 
 
 @dataclass(frozen=True)
@@ -292,16 +292,16 @@ class Receive(Instruction):
         """See `Instruction.adds_to`."""
         return self.writes if self.adds else ()
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
         transfer = self.transfer
         shape = transfer.target_mesh.shape
         elements = local_elements(transfer.sizes, transfer.target_placements, shape)
-        yield Holding(self.value, elements * DTYPE_BYTES[self.dtype])
+        yield ValueStorage(self.value, elements * DTYPE_BYTES[self.dtype])
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work(moved=math.prod(self.transfer.sizes) * DTYPE_BYTES[self.dtype])
+        return ExpectedWork(moved=math.prod(self.transfer.sizes) * DTYPE_BYTES[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -329,10 +329,10 @@ class Free(Instruction):
         """See `Instruction.tasks`: none."""
         return ()
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
         """See `Instruction.memory`."""
         return ()
 
-    def work(self, graphs: PlanGraphs) -> Work:
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
         """See `Instruction.work`."""
-        return Work()
+        return ExpectedWork()

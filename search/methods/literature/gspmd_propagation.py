@@ -118,7 +118,7 @@ def complete(
     return Completion(choices, run.shardings(), run.inferred())
 
 
-class _Tensor:
+class _ShardedTensor:
     """A tensor and what is known of its sharding; dims are factor positions."""
 
     def __init__(self, name: str, dims: tuple[str, ...], sizes: tuple[int, ...], num_axes: int):
@@ -139,7 +139,7 @@ class _Tensor:
 class _Link(NamedTuple):
     """A tensor as an operator sees it: per factor the operator's dim (None: not read)."""
 
-    tensor: _Tensor
+    tensor: _ShardedTensor
     dims: tuple[str | None, ...]
 
 
@@ -155,8 +155,8 @@ class _Propagation:
     def __init__(self, graph: OperatorGraph, axes: Sequence[MeshAxis]) -> None:
         self.graph, self.axes = graph, tuple(axes)
         self.shape = tuple(axis.size for axis in axes)
-        self.made: dict[tuple[int, int], _Tensor] = {}
-        self.kept: dict[str, _Tensor] = {}
+        self.made: dict[tuple[int, int], _ShardedTensor] = {}
+        self.kept: dict[str, _ShardedTensor] = {}
         self.links = [self._link(i, operator) for i, operator in enumerate(graph.operators)]
         self.free = [{d.name for d in op.dims if not d.whole} for op in graph.operators]
 
@@ -181,7 +181,7 @@ class _Propagation:
                 )
             self._place(tensor, places[axis], tensor.dims.index(dim))
 
-    def _place(self, tensor: _Tensor, axis: int, factor: int) -> None:
+    def _place(self, tensor: _ShardedTensor, axis: int, factor: int) -> None:
         if not tensor.takes(axis, factor, self.shape):
             raise ValueError(
                 f"the annotation of {tensor.name!r} splits dim {tensor.dims[factor]!r} of size "
@@ -191,7 +191,7 @@ class _Propagation:
         tensor.split[axis], tensor.origin[axis] = factor, tensor.name
         tensor.closed[axis] = True
 
-    def _named(self, name: str) -> _Tensor:
+    def _named(self, name: str) -> _ShardedTensor:
         i = self.graph.index.get(name)
         if i is not None and (i, 0) in self.made:
             return self.made[i, 0]
@@ -252,7 +252,7 @@ class _Propagation:
                             changed = True
         return changed
 
-    def _ways(self, tensor: _Tensor) -> int:
+    def _ways(self, tensor: _ShardedTensor) -> int:
         ways = 1
         for n, factor in zip(self.shape, tensor.split, strict=True):
             ways *= n if factor is not None else 1
@@ -305,7 +305,7 @@ class _Propagation:
 
     # -- results --------------------------------------------------------------------------------
 
-    def _tensors(self) -> list[_Tensor]:
+    def _tensors(self) -> list[_ShardedTensor]:
         made = [tensor for (_, output), tensor in self.made.items() if output == 0]
         return made + list(self.kept.values())
 
@@ -349,11 +349,11 @@ class _Propagation:
             outputs.append(_Link(tensor, names))
         return _Links(tuple(inputs), tuple(weights), tuple(outputs))
 
-    def _tensor(self, name: str, dims: tuple[str, ...], operator: Operator) -> _Tensor:
+    def _tensor(self, name: str, dims: tuple[str, ...], operator: Operator) -> _ShardedTensor:
         sizes = tuple(operator.sizes[dim] for dim in dims)
-        return _Tensor(name, dims, sizes, len(self.axes))
+        return _ShardedTensor(name, dims, sizes, len(self.axes))
 
-    def _parameter(self, operator: Operator, name: str, dims: tuple[str, ...]) -> _Tensor:
+    def _parameter(self, operator: Operator, name: str, dims: tuple[str, ...]) -> _ShardedTensor:
         if name not in self.kept:
             self.kept[name] = self._tensor(name, dims, operator)
         return self.kept[name]

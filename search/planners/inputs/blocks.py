@@ -14,7 +14,7 @@ from stratagem.simulator.base.arrays import Floats
 
 
 @dataclass(frozen=True)
-class Blocks:
+class NodeBlocks:
     """Groups of nodes that share a device, and the tensors between them.
 
     Attributes:
@@ -41,12 +41,12 @@ class Blocks:
         return len(self.nodes)
 
 
-def colour_blocks(graph: PartitionInput) -> Blocks:
+def colour_blocks(graph: PartitionInput) -> NodeBlocks:
     """Blocks of nodes of one colour: what any split must keep together."""
     return _build(graph, _colours(graph), [])
 
 
-def pipeline_blocks(graph: PartitionInput, *, merge: bool = True) -> Blocks:
+def pipeline_blocks(graph: PartitionInput, *, merge: bool = True) -> NodeBlocks:
     """Blocks for contiguous splits, whose forward parts send forward only.
 
     Backward nodes follow the forward nodes of their colour. A colour with backward nodes only
@@ -113,7 +113,7 @@ def _forward_edges(graph: PartitionInput, block_of: dict[int, int]) -> list[tupl
 
 def _build(
     graph: PartitionInput, block_of: dict[int, int], order: Iterable[tuple[int, int]]
-) -> Blocks:
+) -> NodeBlocks:
     count = max(block_of.values()) + 1
     nodes: list[list[PartitionNode]] = [[] for _ in range(count)]
     for node in graph.nodes:
@@ -125,7 +125,7 @@ def _build(
     def totals(field: str) -> Floats:
         return np.array([sum(float(getattr(n, field)) for n in block) for block in nodes])
 
-    return Blocks(
+    return NodeBlocks(
         nodes=tuple(tuple(node.id for node in block) for block in nodes),
         predecessors=tuple(map(tuple, predecessors)),
         accelerator_ms=totals("fpga_latency"),
@@ -153,7 +153,7 @@ def _nets(
     return tuple(nets.items())
 
 
-def _idle_merges(blocks: Blocks) -> dict[int, int]:
+def _idle_merges(blocks: NodeBlocks) -> dict[int, int]:
     """Blocks without work that share tensors and edges with at most one block: block → that one.
 
     What shares them with none joins any.

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.searcher.planners.inputs.blocks import Blocks, pipeline_blocks
+from stratagem.searcher.planners.inputs.blocks import NodeBlocks, pipeline_blocks
 from stratagem.searcher.planners.inputs.dnn_partitioning import (
     PartitionInput,
     read_partition_input,
@@ -124,7 +124,7 @@ def solve_max_load(
     )
 
 
-def average_load(blocks: Blocks, counts: tuple[int, int]) -> float:
+def average_load(blocks: NodeBlocks, counts: tuple[int, int]) -> float:
     """A load in ms that every split reaches: all work, spread evenly, and nothing sent."""
     work, ratio = blocks.accelerator_ms.sum(), _speed_of_cpu(blocks)
     if not math.isfinite(ratio):
@@ -154,7 +154,7 @@ def _check_split(
             )
 
 
-def _speed_of_cpu(blocks: Blocks) -> float:
+def _speed_of_cpu(blocks: NodeBlocks) -> float:
     """How much of an accelerator's work a CPU core does in the same time, at most."""
     working = blocks.accelerator_ms > 0
     if not working.any():
@@ -167,7 +167,7 @@ def _speed_of_cpu(blocks: Blocks) -> float:
 class LoadModel:
     """Blocks, and the devices that they go to."""
 
-    blocks: Blocks
+    blocks: NodeBlocks
     memory: float
     counts: tuple[int, int]
 
@@ -309,7 +309,7 @@ def _best_split(
     return stages, value, notes, complete
 
 
-def _merging_is_free(graph: PartitionInput, blocks: Blocks, limit: int, value: float) -> bool:
+def _merging_is_free(graph: PartitionInput, blocks: NodeBlocks, limit: int, value: float) -> bool:
     """Whether merging idle blocks cannot have cost anything: the memory binds nowhere."""
     if blocks.size.sum() <= graph.memory_bytes:
         return True

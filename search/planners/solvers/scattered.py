@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from stratagem.searcher.planners.inputs.blocks import Blocks, colour_blocks
+from stratagem.searcher.planners.inputs.blocks import NodeBlocks, colour_blocks
 from stratagem.searcher.planners.inputs.dnn_partitioning import (
     PartitionInput,
     read_partition_input,
@@ -103,7 +103,7 @@ class Assignment:
     """Blocks and devices as arrays: accelerators first, then CPU cores."""
 
     graph: PartitionInput
-    blocks: Blocks
+    blocks: NodeBlocks
 
     @property
     def counts(self) -> tuple[int, int]:

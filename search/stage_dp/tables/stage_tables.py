@@ -23,7 +23,7 @@ ROOM = 16
 """Rows an option table has at first; it grows."""
 
 
-class Mode(NamedTuple):
+class StageCounting(NamedTuple):
     """How a schedule counts stages: how many a rank has, and whether weights' gradients fill gaps.
 
     Where stages leave early, syncs and updates count of the first one only. `late_weights` is true
@@ -104,14 +104,14 @@ class TableMaker:
     limits: PipelineLimits
     layouts: Sequence[VariantLayout]
     num_microbatches: int
-    modes: Sequence[Mode]
+    modes: Sequence[StageCounting]
     pruned: Pruned
     limit: float = np.inf
 
     def __post_init__(self) -> None:
-        self._known: dict[tuple[object, ...], dict[Mode, StageTable]] = {}
+        self._known: dict[tuple[object, ...], dict[StageCounting, StageTable]] = {}
 
-    def table(self, devices: range, mode: Mode) -> StageTable | None:
+    def table(self, devices: range, mode: StageCounting) -> StageTable | None:
         """The table of a stage on `devices`; None if they straddle nodes, or nothing is priced."""
         kind = place_kind(devices, self.situation.cluster)
         if kind is None:
@@ -122,7 +122,7 @@ class TableMaker:
         table = self._known[kind][mode]
         return table if table.ways else None
 
-    def _make(self, devices: range) -> dict[Mode, StageTable]:
+    def _make(self, devices: range) -> dict[StageCounting, StageTable]:
         zeros = distinct_stages(self.limits.zero_stages, self.num_microbatches)
         limits = replace(self.limits, zero_stages=zeros)
         makers = {mode: _Draft(len(self.chain.cuts), mode) for mode in self.modes}
@@ -172,7 +172,7 @@ class _Draft:
     """A stage table while variants are offered."""
 
     size: int
-    mode: Mode
+    mode: StageCounting
 
     def __post_init__(self) -> None:
         shape = (self.size, self.size, ROOM)

@@ -25,7 +25,7 @@ from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 from stratagem.simulator.operators.kinds.generics import Work
 from stratagem.simulator.torch_ops.aten.sources import dtype_name
 from stratagem.simulator.torch_ops.capture.nodes import ValuesError
-from stratagem.simulator.torch_ops.generic.programs import Program, program_of, renamed
+from stratagem.simulator.torch_ops.generic.programs import CallProgram, program_of, renamed
 from stratagem.simulator.torch_ops.generic.ties import Tie, factors_of_result, find_ties
 from stratagem.simulator.torch_ops.generic.trials import Mode, OperandShape
 from stratagem.simulator.torch_ops.generic.work import count_work
@@ -74,8 +74,8 @@ def generic(
 
 
 def _result(
-    builder: GraphBuilder, program: Program, shown: Any, handle: Handle, what: str, name: str
-) -> DraftTensor | Program | None:
+    builder: GraphBuilder, program: CallProgram, shown: Any, handle: Handle, what: str, name: str
+) -> DraftTensor | CallProgram | None:
     if not isinstance(shown, torch.Tensor):
         return None
     if any(isinstance(size, torch.SymInt) for size in shown.shape):
@@ -88,7 +88,7 @@ def _result(
 
 def operator_of(
     builder: GraphBuilder,
-    program: Program,
+    program: CallProgram,
     operands: Sequence[DraftTensor],
     shown: torch.Tensor,
     what: str,

@@ -59,7 +59,7 @@ from stratagem.simulator.torch_ops.capture.nodes import (
     source_line,
 )
 from stratagem.simulator.torch_ops.capture.real_views import store_pairs
-from stratagem.simulator.torch_ops.generic.programs import Program, UnspeakableError
+from stratagem.simulator.torch_ops.generic.programs import CallProgram, UnspeakableError
 from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs
 
 _NO_GRADIENT = "wrap_with_set_grad_enabled"
@@ -362,7 +362,7 @@ class Walker:
 
     def _made(self, node: Node, name: str, given: Given) -> Any:
         """A source where an operator reads sources only, else what its handler makes."""
-        if any(isinstance(each, Program) for each in flat(given.everything())):
+        if any(isinstance(each, CallProgram) for each in flat(given.everything())):
             raise ValueError(f"aten.{name} of what no operator can hand on is not supported")
         tensors = [x for x in flat(given.everything()) if isinstance(x, (DraftTensor, Expression))]
         is_source = name in LIKE or all(map(_is_source, tensors))

@@ -25,16 +25,16 @@ _CLONE = "aten::clone.default"
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class CallProgram:
     """Calls, and the values that ``["in", i]`` stands for in them."""
 
     calls: tuple[Call, ...]
     operands: tuple[Any, ...]
 
-    def result(self, index: int) -> Program:
+    def result(self, index: int) -> CallProgram:
         """The program of one of several results."""
         last = ["step", len(self.calls) - 1]
-        return Program((*self.calls, [GETITEM, [last, index], {}]), self.operands)
+        return CallProgram((*self.calls, [GETITEM, [last, index], {}]), self.operands)
 
 
 class UnspeakableError(ValueError):
@@ -43,7 +43,7 @@ class UnspeakableError(ValueError):
 
 def program_of(
     node: Node, values: Mapping[Node, Any], written: Sequence[Node], shape: Sequence[int]
-) -> Program:
+) -> CallProgram:
     """The program of one node, behind the programs among its arguments.
 
     Args:
@@ -78,7 +78,7 @@ def program_of(
     keywords = {key: writer.argument(each, key) for key, each in node.kwargs.items()}
     overload = target._schema.overload_name or "default"
     writer.calls.append([f"{target._schema.name}.{overload}", arguments, keywords])
-    return Program(tuple(writer.calls), tuple(writer.operands))
+    return CallProgram(tuple(writer.calls), tuple(writer.operands))
 
 
 def _but_first(sizes: Any) -> Any:
@@ -147,7 +147,7 @@ class _Writer:
     def _reference(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [self._reference(each) for each in value]
-        if isinstance(value, Program):
+        if isinstance(value, CallProgram):
             return self._inline(value)
         for position, each in enumerate(self.operands):
             if each is value:
@@ -155,7 +155,7 @@ class _Writer:
         self.operands.append(value)
         return ["in", len(self.operands) - 1]
 
-    def _inline(self, program: Program) -> Any:
+    def _inline(self, program: CallProgram) -> Any:
         if id(program) not in self._inlined:
             moved = [self._reference(each) for each in program.operands]
             first = len(self.calls)

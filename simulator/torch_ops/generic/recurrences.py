@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stratagem.simulator.operators.step_programs import is_reference
 from stratagem.simulator.torch_ops.generic.calls import GETITEM, Call
-from stratagem.simulator.torch_ops.generic.trials import OperandShape, Place, Sizes, Target
+from stratagem.simulator.torch_ops.generic.trials import FactorPlace, OperandShape, Sizes, Target
 
 GATES = {
     "aten::lstm.input": 4,
@@ -40,7 +40,7 @@ class Recurrence(NamedTuple):
 
     sizes: Sizes
     shape: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[FactorPlace, ...]
     target: Target
 
 
@@ -78,9 +78,9 @@ def recurrence_of(
         if len(dims) != len(wanted) or any(len(leaves) > 1 for leaves in dims):
             return None
         for dim, size in enumerate(wanted):
-            if dims[dim] and sizes.setdefault(Place(number, dim, 0), size) != size:
+            if dims[dim] and sizes.setdefault(FactorPlace(number, dim, 0), size) != size:
                 return None
-    batch = [Place(data[1], at, 0), *(Place(each[1], 1, 0) for each in states)]
+    batch = [FactorPlace(data[1], at, 0), *(FactorPlace(each[1], 1, 0) for each in states)]
     number = behind[0][1][1]
     made = small[0] if number == 0 else small[number]
     if number == 0:

@@ -25,9 +25,9 @@ import torch
 from stratagem.simulator.torch_ops.generic.calls import Call
 from stratagem.simulator.torch_ops.generic.recurrences import is_recurrence, recurrence_of
 from stratagem.simulator.torch_ops.generic.trials import (
+    FactorPlace,
     Mode,
     OperandShape,
-    Place,
     Sizes,
     Target,
     Trial,
@@ -50,7 +50,7 @@ class Tie(NamedTuple):
         mode: what the results of parts are to the whole.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[FactorPlace, ...]
     size: int
     target: Target | None
     mode: Mode
@@ -86,7 +86,7 @@ def _found(
 
 @dataclass(frozen=True)
 class _Guess:
-    places: tuple[Place, ...]
+    places: tuple[FactorPlace, ...]
     target: Target | None
 
 
@@ -99,7 +99,7 @@ class _Search:
         self._shape = shape
         self._trial = Trial(calls, operands)
         self._whole: Sizes = {
-            Place(k, dim, leaf): size
+            FactorPlace(k, dim, leaf): size
             for k, operand in enumerate(operands)
             for dim, leaves in enumerate(operand.dims)
             for leaf, size in enumerate(leaves)
@@ -141,10 +141,10 @@ class _Search:
                 return sizes, shape
         return None
 
-    def _shrunk(self, kept: Sequence[Place] = ()) -> tuple[Sizes, tuple[int, ...]]:
+    def _shrunk(self, kept: Sequence[FactorPlace] = ()) -> tuple[Sizes, tuple[int, ...]]:
         """Sizes of all places for trials, where those `kept` stay, and their result's shape."""
         sizes, shape = dict(self._whole), self._shape
-        done: set[Place] = set(kept)
+        done: set[FactorPlace] = set(kept)
         for place in self._whole:
             if place in done or sizes[place] <= SMALL[0]:
                 continue
@@ -157,8 +157,13 @@ class _Search:
         return sizes, shape
 
     def _smaller(
-        self, place: Place, small: int, sizes: Sizes, shape: tuple[int, ...], done: set[Place]
-    ) -> tuple[Sizes, tuple[int, ...], tuple[Place, ...]] | None:
+        self,
+        place: FactorPlace,
+        small: int,
+        sizes: Sizes,
+        shape: tuple[int, ...],
+        done: set[FactorPlace],
+    ) -> tuple[Sizes, tuple[int, ...], tuple[FactorPlace, ...]] | None:
         for places in self._sets(place, done, sizes):
             changed = {**sizes, **dict.fromkeys(places, small)}
             for expected in self._shapes(shape, sizes[place], small):
@@ -178,14 +183,14 @@ class _Search:
         yield shape
 
     def _sets(
-        self, place: Place, taken: Sequence[Place] | set[Place], sizes: Sizes
-    ) -> Iterator[tuple[Place, ...]]:
+        self, place: FactorPlace, taken: Sequence[FactorPlace] | set[FactorPlace], sizes: Sizes
+    ) -> Iterator[tuple[FactorPlace, ...]]:
         """Places that may be one loop with `place`: those of most operands first."""
-        alike: list[list[Place | None]] = []
+        alike: list[list[FactorPlace | None]] = []
         for k in range(len(self._operands)):
             if k == place.operand:
                 continue
-            fitting: list[Place | None] = [
+            fitting: list[FactorPlace | None] = [
                 other
                 for other in self._whole
                 if other.operand == k
@@ -200,7 +205,9 @@ class _Search:
         for others in chosen:
             yield (place, *(other for other in others if other is not None))
 
-    def _guesses(self, place: Place, taken: Sequence[Place], sizes: Sizes) -> Iterator[_Guess]:
+    def _guesses(
+        self, place: FactorPlace, taken: Sequence[FactorPlace], sizes: Sizes
+    ) -> Iterator[_Guess]:
         size = self._whole[place]
         leaves = self._operands[place.operand].dims[place.dim]
         before = math.prod(leaves[: place.leaf])
@@ -217,14 +224,14 @@ class _Search:
             yield _Guess(places, None)
 
     def _scaled(
-        self, target: Target, place: Place, sizes: Sizes, shape: tuple[int, ...]
+        self, target: Target, place: FactorPlace, sizes: Sizes, shape: tuple[int, ...]
     ) -> Target | None:
         """A target among the sizes of trials."""
         if target.outer == 1:
             return target
         leaves = self._operands[place.operand].dims[place.dim]
         if target.outer == math.prod(leaves[: place.leaf]):
-            before = [Place(place.operand, place.dim, leaf) for leaf in range(place.leaf)]
+            before = [FactorPlace(place.operand, place.dim, leaf) for leaf in range(place.leaf)]
             return Target(target.dim, math.prod(sizes[each] for each in before))
         return Target(target.dim, max(1, shape[target.dim] // sizes[place]))
 

@@ -28,7 +28,7 @@ _OF_FLOAT32 = 1e4
 """How much more float32 may be off than float64."""
 
 
-class Place(NamedTuple):
+class FactorPlace(NamedTuple):
     """A factor of a dim of an operand."""
 
     operand: int
@@ -70,7 +70,7 @@ class OperandShape:
         return self.trained and self.is_float
 
 
-Sizes = dict[Place, int]
+Sizes = dict[FactorPlace, int]
 Indices = Sequence[Tensor]
 
 
@@ -120,7 +120,9 @@ class Trial:
         # of them, and that may end the process.
         self._leaves_out_nan = any(name.startswith("aten::nan") for name, *_ in calls)
 
-    def shape(self, sizes: Mapping[Place, int], expected: Sequence[int]) -> tuple[int, ...] | None:
+    def shape(
+        self, sizes: Mapping[FactorPlace, int], expected: Sequence[int]
+    ) -> tuple[int, ...] | None:
         """The shape of the result, None where torch takes no such sizes; computes nothing."""
         given = [
             torch.empty(self._shape_of(k, sizes), dtype=getattr(torch, each.dtype), device=_META)
@@ -155,7 +157,7 @@ class Trial:
                 self._wholes.append(run)
         return True
 
-    def confirms(self, places: Sequence[Place], target: Target | None) -> Mode | None:
+    def confirms(self, places: Sequence[FactorPlace], target: Target | None) -> Mode | None:
         """What parts are to the whole, if they make it in every way; None if they do not."""
         size = self._sizes[places[0]]
         if size < 2 or any(self._sizes[each] != size for each in places):
@@ -177,7 +179,7 @@ class Trial:
     def _agree(
         self,
         whole: _Run,
-        places: Sequence[Place],
+        places: Sequence[FactorPlace],
         target: Target | None,
         mode: Mode,
         parts: Indices,
@@ -220,7 +222,7 @@ class Trial:
     def _part(
         self,
         whole: _Run,
-        of: Mapping[int, Place],
+        of: Mapping[int, FactorPlace],
         target: Target | None,
         share: float,
         index: Tensor,
@@ -311,15 +313,15 @@ class Trial:
             return None
         return made if isinstance(made, Tensor) else None
 
-    def _shape_of(self, operand: int, sizes: Mapping[Place, int]) -> list[int]:
+    def _shape_of(self, operand: int, sizes: Mapping[FactorPlace, int]) -> list[int]:
         return [
-            math.prod(sizes[Place(operand, dim, leaf)] for leaf in range(len(leaves)))
+            math.prod(sizes[FactorPlace(operand, dim, leaf)] for leaf in range(len(leaves)))
             for dim, leaves in enumerate(self._operands[operand].dims)
         ]
 
-    def _part_of(self, tensor: Tensor, place: Place, index: Tensor) -> Tensor:
+    def _part_of(self, tensor: Tensor, place: FactorPlace, index: Tensor) -> Tensor:
         outer = math.prod(
-            self._sizes[Place(place.operand, place.dim, leaf)] for leaf in range(place.leaf)
+            self._sizes[FactorPlace(place.operand, place.dim, leaf)] for leaf in range(place.leaf)
         )
         return self._picked(tensor, Target(place.dim, outer), self._sizes[place], index)
 

@@ -21,12 +21,12 @@ from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.cuda import cupy_kernels
 from stratagem.executor.cuda.cuda_sources import CELLS, CHUNK, MOST_CELLS, MOST_TENSORS, TENSORS
-from stratagem.executor.cuda.cupy_kernels import THREADS, Table
+from stratagem.executor.cuda.cupy_kernels import THREADS, StructArgument
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.optimizers import fused_optimizers
 from stratagem.executor.optimizers.fused_optimizers import PAGE, FusedAdam, FusedSGD
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
-from stratagem.executor.optimizers.parameter_tables import Row, table_of
+from stratagem.executor.optimizers.parameter_tables import ParameterRow, table_of
 from stratagem.executor.state.gradient_lists import GradientChange, clip_scale
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.cuda.host_kernels import kernels_on_the_host, start_on_host
@@ -194,7 +194,9 @@ def test_arguments_fit_what_old_drivers_take(launches: Launches) -> None:
         fused(training)("p", torch.ones(3), torch.ones(3))
     assert {*launches.names} == {"count_updates", "adam", "sgd"}
     for arguments in launches.arguments:
-        sizes = [each.packed.nbytes if isinstance(each, Table) else 8 for each in arguments]
+        sizes = [
+            each.packed.nbytes if isinstance(each, StructArgument) else 8 for each in arguments
+        ]
         assert min(TENSORS.itemsize, CELLS.itemsize) < sum(sizes) <= ARGUMENTS
 
 
@@ -202,7 +204,8 @@ def test_blocks_share_long_and_short_tensors_alike() -> None:
     """An embedding beside biases: as many blocks for each as it has chunks."""
     lengths = [5 * CHUNK + 1, 768, 0, CHUNK]
     rows = [
-        Row(torch.zeros(n), torch.zeros(n), torch.zeros(4, dtype=torch.int32)) for n in lengths
+        ParameterRow(torch.zeros(n), torch.zeros(n), torch.zeros(4, dtype=torch.int32))
+        for n in lengths
     ]
     table, chunks = table_of(rows)
     assert chunks == 8
@@ -393,7 +396,7 @@ def test_kernels_go_to_the_stream_that_is_torchs_now(cupy: FakeCupy) -> None:
 
 
 def test_tables_are_passed_by_value_and_tensors_by_address(cupy: FakeCupy) -> None:
-    row = Row(torch.zeros(9), torch.zeros(9), torch.zeros(4, dtype=torch.int32))
+    row = ParameterRow(torch.zeros(9), torch.zeros(9), torch.zeros(4, dtype=torch.int32))
     table, _ = table_of([row])
     cupy_kernels.start("adam", 5 * THREADS, table, row.gradient, None, most_blocks=3)
     cupy_kernels.start("adam", 5 * THREADS, table, most_blocks=10**6)

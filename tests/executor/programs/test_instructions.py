@@ -21,7 +21,11 @@ from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program import instructions as known
 from stratagem.executor.program.expected_seconds import Expected
 from stratagem.executor.program.instructions import Free, Instruction, Update
-from stratagem.executor.program.instructions.instruction import HeldBytes, Holding, Work
+from stratagem.executor.program.instructions.instruction import (
+    ExpectedWork,
+    HeldBytes,
+    ValueStorage,
+)
 from stratagem.executor.program.instructions.operands import EVERYONE, Meeting
 from stratagem.executor.program.instructions.plan_graphs import PlanGraphs
 from stratagem.executor.program.live_bytes import peak_bytes
@@ -72,11 +76,11 @@ class Decay(Instruction):
     def meetings(self) -> tuple[Meeting, ...]:
         return (Meeting(EVERYONE, 0, "decay"),) if self.seen else ()
 
-    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[Holding]:
-        yield Holding(self.gradient, held(self.value))
+    def memory(self, graphs: PlanGraphs, held: HeldBytes) -> Iterable[ValueStorage]:
+        yield ValueStorage(self.gradient, held(self.value))
 
-    def work(self, graphs: PlanGraphs) -> Work:
-        return Work(moved=4_000_000)
+    def work(self, graphs: PlanGraphs) -> ExpectedWork:
+        return ExpectedWork(moved=4_000_000)
 
 
 @runs(Decay)

@@ -25,7 +25,7 @@ from stratagem.profiler import (
     profile_operators,
 )
 from stratagem.profiler.cache.timing_keys import LEARNED, Trust, passes_of
-from stratagem.profiler.timing.operator_timing import Trial
+from stratagem.profiler.timing.operator_timing import OperatorTrial
 from stratagem.runs.predicted_and_measured import compare
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.task_kinds import TaskKind
@@ -198,7 +198,7 @@ def test_a_failure_takes_the_place_of_no_time(tmp_path: Path) -> None:
 def test_the_passes_of_an_operator_are_those_that_are_timed(graph: OperatorGraph) -> None:
     for operator in graph.operators:
         if not operator.is_source:
-            trial = Trial(operator, Training(), torch.device("cpu"))
+            trial = OperatorTrial(operator, Training(), torch.device("cpu"))
             assert trial.has_backward == (Direction.BACKWARD in passes_of(operator))
 
 

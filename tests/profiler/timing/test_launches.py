@@ -88,13 +88,13 @@ def test_a_pass_is_timed_with_what_it_takes_the_host(
     beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operator = mlp([16, 24, 16], batch=8).operator("layers.0")
-    forward = operator_timing.Trial.forward
+    forward = operator_timing.OperatorTrial.forward
 
-    def slow(trial: operator_timing.Trial) -> tuple[torch.Tensor, ...]:
+    def slow(trial: operator_timing.OperatorTrial) -> tuple[torch.Tensor, ...]:
         time.sleep(SLOW)
         return forward(trial)
 
-    monkeypatch.setattr(operator_timing.Trial, "forward", slow)
+    monkeypatch.setattr(operator_timing.OperatorTrial, "forward", slow)
     timing = time_operator(operator, Training(), effort=Effort(seconds=0.0))
     ahead, back = timing.launches
     assert ahead.median_s >= 0.9 * SLOW > back.median_s > 0

@@ -37,7 +37,7 @@ from stratagem.profiler.machine.device_clocks import (
     CudaClock,
 )
 from stratagem.profiler.timing import operator_timing
-from stratagem.profiler.timing.operator_timing import Trial, operator_work, timed
+from stratagem.profiler.timing.operator_timing import OperatorTrial, operator_work, timed
 from stratagem.profiler.timing.random_operands import random_operands, viewed
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import permute, reshape, select
@@ -244,7 +244,7 @@ class TestTiming:
         assert (timing.backward is None) == (not operator.outputs[0].differentiable)
 
     def test_backward_gives_every_leaf_a_gradient(self):
-        trial = Trial(LINEAR, Training(), CPU)
+        trial = OperatorTrial(LINEAR, Training(), CPU)
         gradients = trial.backward(trial.forward())
         shapes = [tuple(g.shape) for g in gradients if g is not None]
         assert shapes == [tuple(leaf.shape) for leaf in trial.leaves]
@@ -260,7 +260,7 @@ class TestTiming:
         """
         did, kept = [], []
 
-        class Noted(Trial):
+        class Noted(OperatorTrial):
             def __init__(self, *given):
                 super().__init__(*given)
                 self.name = f"trial {len(made)}"
@@ -278,7 +278,7 @@ class TestTiming:
                 return super().backward(outputs)
 
         made = []
-        monkeypatch.setattr(operator_timing, "Trial", Noted)
+        monkeypatch.setattr(operator_timing, "OperatorTrial", Noted)
         monkeypatch.setattr(operator_timing, "evictor", lambda *g: lambda: did.append("evict"))
         time_operator(LINEAR, Training(), effort=dataclasses.replace(QUICK, warm_code=warm_code))
         timed, *others = made

@@ -12,7 +12,7 @@ import pytest
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known
-from stratagem.searcher.improvement.skeleton_choices import SkeletonChoices, Watch, admitted
+from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices, admitted
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import beside_waiting
@@ -90,7 +90,7 @@ def test_a_plan_that_fits_is_looked_for_beside_what_waits() -> None:
     """The best by its score did not fit when it was simulated, and the skeleton had no plan."""
     situation, problem, choice = between()
     met: list[Simulation] = []
-    watch = Watch(
+    watch = ChoiceHooks(
         lambda found: True,
         lambda found: simulated(situation, problem, found),
         met.append,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stratagem.executor.cuda.cupy_kernels import Table
+from stratagem.executor.cuda.cupy_kernels import StructArgument
 from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub
 from tests.support.cuda.host_kernels import start_on_host
 
@@ -337,6 +337,6 @@ def start(name: str, num_threads: int, *arguments: Any, most_blocks: int = 1) ->
 
 def _held(graph: Graph, argument: Any) -> Any:
     """An argument as a graph keeps it: what is passed by value as it is now."""
-    if isinstance(argument, Table):
-        return Table(argument.packed.copy(), tuple(map(graph.keep, argument.tensors)))
+    if isinstance(argument, StructArgument):
+        return StructArgument(argument.packed.copy(), tuple(map(graph.keep, argument.tensors)))
     return graph.keep(argument) if isinstance(argument, Tensor) else argument

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.cuda.cuda_sources import SOURCE
-from stratagem.executor.cuda.cupy_kernels import Table
+from stratagem.executor.cuda.cupy_kernels import StructArgument
 from stratagem.executor.cuda.dropout_words import DeviceWords
 from stratagem.executor.cuda.fused_losses import FusedLosses
 from stratagem.executor.optimizers.fused_optimizers import FusedAdam, FusedSGD
@@ -73,7 +73,7 @@ def start_on_host(name: str, num_threads: int, *arguments: Any, most_blocks: int
 def passed(argument: Any) -> Any:
     """A tensor by its address, None as a null pointer, a NumPy scalar by its own type, and a
     table as a struct of its bytes."""
-    if isinstance(argument, Table):
+    if isinstance(argument, StructArgument):
         return struct_of(argument.packed.nbytes).from_buffer_copy(argument.packed.tobytes())
     if argument is None or isinstance(argument, Tensor):
         return ctypes.c_void_p(None if argument is None else argument.data_ptr())

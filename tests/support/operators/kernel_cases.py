@@ -16,7 +16,7 @@ from stratagem.simulator.graph.building import operator_drafts
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output, Weight
 from stratagem.simulator.torch_ops.capture.fallback import operator_of as generic_operator
-from stratagem.simulator.torch_ops.generic.programs import Program
+from stratagem.simulator.torch_ops.generic.programs import CallProgram
 from tests.support.operators.cases import Case, builder, case, operator_of
 
 torch.set_num_threads(1)
@@ -524,7 +524,7 @@ def called(
         for each in operands
     ]
     shown = torch.empty(shape, dtype=torch.float64, device="meta")
-    return generic_operator(b, Program((call,), tuple(given)), given, shown, "call", "call")
+    return generic_operator(b, CallProgram((call,), tuple(given)), given, shown, "call", "call")
 
 
 @case
