@@ -14,6 +14,7 @@ from examples import gpt2, small_gpt
 from stratagem.cli.shared.rich_tables import comparison_table, strategy_table
 from stratagem.executor import ExecutionResult
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.simulator.base.units import format_duration
 
 OUT = Path("out")
@@ -67,8 +68,15 @@ def run_small_gpt() -> None:
     result.plan.save(plan_file)
 
     say(f"Running the plan: {STEPS} steps, one process a device, with gloo …")
-    report = launch(plan_file, "examples.small_gpt:build", steps=STEPS, warmup=WARMUP, check=True)
-    report.save(OUT / "small-gpt-run.json")
+    request = RunRequest(
+        plan=plan_file,
+        model="examples.small_gpt:build",
+        steps=STEPS,
+        warmup=WARMUP,
+        check=True,
+        out=OUT / "small-gpt-run.json",
+    )
+    report = launch(request)
     report_check(report)
     comparison = sg.compare(result.simulation, report)
     console.print(Padding(comparison_table(comparison), (1, 2), expand=False))

@@ -14,11 +14,13 @@ from stratagem.executor.program.verify import verify
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.execute import execute
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.state.parameter_parts import model_state
 
 __all__ = [
     "ExecutionResult",
     "Program",
+    "RunRequest",
     "execute",
     "grid",
     "launch",

@@ -8,82 +8,51 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from stratagem.basics.progress import Show, show_status
 from stratagem.executor.backends.rank_stores import STORE_FOLDER
-from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
+from stratagem.executor.checkpoints.folder import find_checkpoint
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.running.world import default_backend
 from stratagem.executor.training.training_loop import warn_not_finite
 from stratagem.executor.watching import rank_starter
 from stratagem.executor.watching.failures import STARTER_LOG, failure_of, first_ended, keep_logs
-from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.process_activity import ranks_here
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import ProcessBackend
+
+P = TypeVar("P", Path, Path | None)
 
 LAST_SECONDS = 15.0
 """How long ranks may take to end once the result of their run is there."""
 
 
 def launch(
-    plan_path: str | Path,
-    model: str,
+    request: RunRequest,
     *,
-    steps: int = 1,
-    warmup: int = 0,
-    check: bool = False,
-    data: str | None = None,
-    rate: str = "constant",
-    rate_warmup: int = 0,
-    checkpoint: str | Path | None = None,
-    every: int = 0,
-    resume: str | Path | None = None,
-    keep: int = KEEP,
-    finite: bool = False,
-    memory: bool = False,
-    cuda_graph: bool = False,
-    backend: ProcessBackend | None = None,
-    limits: Limits | None = None,
     timeout: float | None = 600.0,
     folder: str | Path | None = None,
-    outputs: str | Path | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
     """Run a plan as processes on this machine, one a device, and return what was measured.
 
     Example:
-        >>> result = launch("plan.json", "mymodels:gpt", steps=10, check=True)  # doctest: +SKIP
+        >>> request = RunRequest(plan=Path("plan.json"), model="mymodels:gpt", check=True)
+        >>> result = launch(request)  # doctest: +SKIP
         >>> result.verdict.agrees, result.verdict.max_error  # doctest: +SKIP
         (True, 4.1e-07)
 
     Args:
-        plan_path: plan file.
-        model: ``module:function``; the function returns (model, dict of example inputs).
-        steps: training steps, those before a checkpoint to go on from counted.
-        warmup: steps to run and undo first.
-        check: whether to compare a first step with that of one device, see `judge`.
-        data: ``module:function``; the function returns an iterable of batches, the same on every
-            rank. The example inputs are the batch of every step when left out.
-        rate: ``constant``, ``linear`` or ``cosine``, or ``module:function`` of the step from 0,
-            whose results the plan's learning rate is multiplied by.
-        rate_warmup: steps in which the learning rate rises.
-        checkpoint: folder for checkpoints.
-        every: steps between two checkpoints; 0 writes one after the last step only.
-        resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
-        keep: how many checkpoints stay; the last finite one stays in any case.
-        finite: whether a loss that is not finite is an error; it is a warning otherwise.
-        memory: whether to find the most bytes that each rank holds, in a step that is undone.
-        cuda_graph: whether ranks on GPUs run the steps but a few as one CUDA graph.
-        backend: ``gloo`` or ``nccl``; that of `default_backend` when left out.
-        limits: how long ranks wait for one another.
+        request: what to run, and how.
         timeout: seconds for the whole run; ranks are stopped after it. None waits to the end.
         folder: where the modules are found; the current directory by default.
-        outputs: file for what a forward pass gives back in the last step (safetensors).
         show: shows progress.
 
     Warns:
@@ -95,37 +64,32 @@ def launch(
             of them; when a rank fails, says which, where it was, and its last lines.
         TimeoutError: when the run takes longer than `timeout`.
     """
-    plan, limits = Plan.load(plan_path), limits or Limits()
+    plan = Plan.load(request.plan)
     warn_of_streamed_pieces(plan)
-    backend = backend or default_backend(plan)
+    backend = request.backend or default_backend(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)
     with Scratch() as scratch:
         out, status = scratch.folder / "result.json", scratch.folder / "status.json"
-        arguments = [
-            *("stratagem.executor", str(Path(plan_path).resolve()), "--model", model),
-            *("--steps", str(steps), "--warmup", str(warmup), "--out", str(out)),
-            *("--timeout", str(limits.stalled), "--patience", str(limits.patience)),
-            *("--preparing", str(limits.preparing), "--status", str(status)),
-            *("--backend", backend),
-            *("--rate", rate, "--rate-warmup", str(rate_warmup), "--every", str(every)),
-            *(["--check"] if check else []),
-            *(["--memory"] if memory else []),
-            *(["--cuda-graph"] if cuda_graph else []),
-            *(["--data", data] if data else []),
-            *(["--checkpoint", str(Path(checkpoint).resolve())] if checkpoint else []),
-            *(["--resume", str(find_checkpoint(resume).resolve())] if resume else []),
-            *(["--keep", str(keep)] if keep != KEEP else []),
-            *(["--finite"] if finite else []),
-            *(["--outputs", str(Path(outputs).resolve())] if outputs else []),
-        ]
+        asked = scratch.folder / "request.json"
+        resume = None if request.resume is None else find_checkpoint(request.resume)
+        replace(
+            request,
+            plan=_resolved(request.plan),
+            checkpoint=_resolved(request.checkpoint),
+            resume=_resolved(resume),
+            outputs=_resolved(request.outputs),
+            backend=backend,
+            out=out,
+            status=status,
+        ).save(asked)
 
         def look() -> None:
             if show is not None:
                 show_status(status, show)
 
         run_ranks(
-            arguments,
+            ["stratagem.executor", "--request", str(asked)],
             plan.num_devices,
             folder=folder,
             timeout=timeout,
@@ -135,8 +99,15 @@ def launch(
             backend=backend,
         )
         result = ExecutionResult.load(out)
+    if request.out is not None:
+        result.save(request.out)
     warn_not_finite(result.losses, result.first_step)
     return result
+
+
+def _resolved(path: P) -> P:
+    """A path that holds in other folders too."""
+    return path if path is None else path.resolve()
 
 
 def run_ranks(

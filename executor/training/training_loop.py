@@ -59,16 +59,14 @@ SHOW_SECONDS = 0.25
 """The least time between two calls that show progress."""
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """How a run goes, beside its plan, model and data.
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How a run goes, as any process can be told of it.
 
     Attributes:
         steps: training steps in all, those that a checkpoint had made counted.
         warmup: steps to run and undo before, so that the measured ones are not the first.
         gradients: whether to bring the gradients of the last step together.
-        rate: what the plan's learning rates are multiplied by, as a function of the step from 0,
-            or a `TorchRate`, which may move momentum and other numbers, too.
         checkpoint: folder for checkpoints; None writes none.
         every: steps between two checkpoints; 0 writes one after the last step only.
         resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
@@ -88,7 +86,6 @@ class RunOptions:
     steps: int = 1
     warmup: int = 0
     gradients: bool = False
-    rate: Rate = field(default_factory=RateSchedule)
     checkpoint: Path | None = None
     every: int = 0
     resume: Path | None = None
@@ -126,6 +123,18 @@ class RunOptions:
                 raise ValueError(
                     f"{name}={value}, but there is no folder for checkpoints; name one"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunSettings):
+    """How a run goes, beside its plan, model and data.
+
+    Attributes:
+        rate: what the plan's learning rates are multiplied by, as a function of the step from 0,
+            or a `TorchRate`, which may move momentum and other numbers, too.
+    """
+
+    rate: Rate = field(default_factory=RateSchedule)
 
 
 def train(

@@ -101,34 +101,34 @@ def run(
     """
     from stratagem.executor.results.execution_result import not_graphed
     from stratagem.executor.running.launch import launch
+    from stratagem.executor.running.run_request import RunRequest
     from stratagem.executor.watching.judges import Limits
 
     chosen = next((known for known in PROCESS_BACKENDS if known == backend), None)
     if backend is not None and chosen is None:
         raise unknown("backend", backend, PROCESS_BACKENDS)
+    request = RunRequest(
+        plan=plan,
+        model=model,
+        steps=steps,
+        warmup=warmup,
+        check=check,
+        data=data,
+        rate=rate,
+        rate_warmup=rate_warmup,
+        checkpoint=checkpoint,
+        every=every,
+        resume=resume,
+        keep=keep,
+        finite=finite,
+        memory=memory,
+        cuda_graph=cuda_graph,
+        backend=chosen,
+        limits=Limits(stalled=timeout, patience=patience, preparing=preparing),
+        outputs=outputs,
+    )
     with progress_bar() as show:
-        result = launch(
-            plan,
-            model,
-            steps=steps,
-            warmup=warmup,
-            check=check,
-            data=data,
-            rate=rate,
-            rate_warmup=rate_warmup,
-            checkpoint=checkpoint,
-            every=every,
-            resume=resume,
-            keep=keep,
-            finite=finite,
-            memory=memory,
-            cuda_graph=cuda_graph,
-            backend=chosen,
-            limits=Limits(stalled=timeout, patience=patience, preparing=preparing),
-            timeout=None,
-            outputs=outputs,
-            show=show,
-        )
+        result = launch(request, timeout=None, show=show)
     console = speaker(as_json)
     console.print(
         f"{result.num_steps} steps, {format_duration(result.step_time)} each (median); "

@@ -21,11 +21,12 @@ import stratagem as sg
 from examples.models import SmallCNN, SmallGPT
 from stratagem.cli.app import app
 from stratagem.executor import execute, lower, model_state
-from stratagem.executor.__main__ import parser, run_rank
+from stratagem.executor.__main__ import run_rank
 from stratagem.executor.backends.nccl import NcclCommunicator
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.results.execution_result import ExecutionResult
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.graphed_steps import FIRST_STEPS, GraphedSteps, refusal
 from stratagem.executor.training.learning_rates import RateSchedule
@@ -246,9 +247,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run_fake(size, lambda comm: counted(comm, function), recording)
 
     def processes(arguments: Sequence[str], size: int, **_: object) -> None:
-        parsed = parser().parse_args(arguments[1:])
+        request = RunRequest.of_flags(arguments[1:])
         watch = SimpleNamespace(place=Place())
-        threads(size, lambda comm: run_rank(parsed, comm, watch), timeout=0)  # type: ignore[arg-type]
+        threads(size, lambda comm: run_rank(request, comm, watch), timeout=0)  # type: ignore[arg-type]
 
     one_by_one = Lock()  # Torch captures one model of a process at a time.
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from stratagem.executor.checkpoints.folder import complete_checkpoints
 from stratagem.executor.checkpoints.reader import load_checkpoint
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.watching.failures import failure_of
 from stratagem.executor.watching.judges import Limits
 from stratagem.simulator.graph.placement import REPLICATE, Shard
@@ -149,6 +151,11 @@ def make_plan(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Plan
     )
 
 
+def asked(build: str, folder: Path = Path(), **given: Any) -> RunRequest:
+    """A run of this file's plan and model."""
+    return RunRequest(plan=folder / "plan.json", model=f"faulty:{build}", **given)
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a plan and a model, which no process uses any more in the end."""
@@ -211,14 +218,16 @@ def fail(data: str, hit: Callable[[dict[int, int]], None] | None = None, **more:
     thread.start()
     with pytest.raises(RuntimeError) as caught:
         launch(
-            folder / "plan.json",
-            "faulty:build",
-            data=f"faulty:{data}",
-            steps=FOREVER,
-            checkpoint="saved",
-            every=EVERY,
+            asked(
+                "build",
+                folder,
+                data=f"faulty:{data}",
+                steps=FOREVER,
+                checkpoint=Path("saved"),
+                every=EVERY,
+                **more,
+            ),
             timeout=180,
-            **more,  # type: ignore[arg-type]
         )
     thread.join()
     assert time.monotonic() - when[0] < STOP_SECONDS
@@ -256,7 +265,7 @@ def test_a_frozen_rank_is_named_and_ended(place: Path) -> None:
 @pytest.mark.long
 def test_a_batch_that_holds_pythons_lock_is_waited_for(place: Path) -> None:
     """Such as a big file that json reads: the rank said nothing for 10 s, and was ended."""
-    report = launch("plan.json", "faulty:build", data="faulty:locking", steps=4, warmup=0)
+    report = launch(asked("build", data="faulty:locking", steps=4))
     assert len(report.losses) == 4
 
 
@@ -319,7 +328,7 @@ def test_a_rank_that_computes_for_ever_is_named(place: Path, stalled: float) -> 
 @pytest.mark.slow
 def test_a_rank_that_hangs_while_it_builds_the_model_is_named(place: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
-        launch("plan.json", "faulty:never_built", limits=Limits(stalled=4.0), timeout=60)
+        launch(asked("never_built", limits=Limits(stalled=4.0)), timeout=60)
     told = str(caught.value)
     assert "no rank has gone on for 4 s: rank 1 is at building the model, while the others" in told
 
@@ -332,7 +341,7 @@ def test_a_rank_that_never_comes_stops_the_others(
     (place / "sitecustomize.py").write_text(AT_START.format(rank=rank, does="time.sleep(10**6)"))
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
     with pytest.raises(RuntimeError, match=rf"rank {rank} has not joined the run 4 s after"):
-        launch("plan.json", "faulty:build", limits=Limits(stalled=4.0), timeout=60)
+        launch(asked("build", limits=Limits(stalled=4.0)), timeout=60)
 
 
 @pytest.mark.slow
@@ -344,15 +353,15 @@ def test_a_rank_that_dies_before_it_comes_is_named(
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
     either = "rank 1 (has not joined the run when|ended with exit code -9 before it joined)"
     with pytest.raises(RuntimeError, match=either):
-        launch("plan.json", "faulty:build", timeout=60)
+        launch(asked("build"), timeout=60)
 
 
 @pytest.mark.slow
 def test_processes_go_on_bit_for_bit(place: Path) -> None:
     """Also by the command line, and with the learning rate as a function of one's own."""
     given = {"data": "faulty:plain", "every": 2}
-    whole = launch("plan.json", "faulty:build", steps=6, rate="linear", checkpoint="all", **given)
-    launch("plan.json", "faulty:build", steps=4, rate="faulty:six", checkpoint="parts", **given)
+    whole = launch(asked("build", steps=6, rate="linear", checkpoint=Path("all"), **given))
+    launch(asked("build", steps=4, rate="faulty:six", checkpoint=Path("parts"), **given))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "stratagem.cli.app", "run", "plan.json", "faulty:build"),

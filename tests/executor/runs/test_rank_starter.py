@@ -17,6 +17,7 @@ import torch
 
 from examples.models import MLP
 from stratagem.executor.running.launch import launch, run_ranks
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.watching import rank_starter
 from stratagem.executor.watching.process_activity import ranks_here, state_of
 from stratagem.simulator.plan.provenance import ProcessBackend
@@ -463,7 +464,7 @@ def test_forked_ranks_import_nothing_that_takes_long(
     make_plan(MLP([6, 8, 3]), batch).save(tmp_path / "plan.json")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     monkeypatch.chdir(tmp_path)
-    launch("plan.json", "loads:build", steps=2, timeout=180)
+    launch(RunRequest(plan=Path("plan.json"), model="loads:build", steps=2), timeout=180)
     for rank in range(2):
         how, *loaded = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert how == "forked"

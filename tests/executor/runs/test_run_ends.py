@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch
 from examples.models import MLP
 from stratagem.executor.backends.rank_stores import FolderStore
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.process_activity import ranks_here, state_of
 from stratagem.executor.watching.run_folder import Scratch
@@ -69,6 +71,11 @@ def one_late():
     torch.manual_seed(0)
     return Rows(3)
 """
+
+
+def asked(build: str, **given: Any) -> RunRequest:
+    """A run of this file's plan and model."""
+    return RunRequest(plan=Path("plan.json"), model=f"endings:{build}", **given)
 
 
 @pytest.fixture
@@ -192,9 +199,7 @@ def test_two_runs_at_once_do_not_meet(place: Path) -> None:
     found: dict[int, tuple[float, ...]] = {}
 
     def run(steps: int) -> None:
-        report = launch(
-            "plan.json", "endings:build", data="endings:rows", steps=steps, timeout=120
-        )
+        report = launch(asked("build", data="endings:rows", steps=steps), timeout=120)
         found[steps] = report.losses
 
     threads = [threading.Thread(target=run, args=(steps,)) for steps in (3, 5)]
@@ -237,7 +242,7 @@ def test_a_rank_that_hangs_at_its_exit_keeps_the_result(
 ) -> None:
     monkeypatch.setattr("stratagem.executor.running.launch.LAST_SECONDS", 5.0)
     with pytest.warns(UserWarning, match=r"rank 1 did not end within 5 s of the run's result"):
-        report = launch("plan.json", "endings:hangs_at_its_exit", steps=3, timeout=120)
+        report = launch(asked("hangs_at_its_exit", steps=3), timeout=120)
     assert len(report.losses) == 3
     assert not of_run(place)
 
@@ -246,9 +251,8 @@ def test_a_rank_that_hangs_at_its_exit_keeps_the_result(
 def test_a_batch_that_is_late_ends_nothing(place: Path) -> None:
     """A new epoch or a slow network: the rank is idle for longer than it may be elsewhere."""
     limits = Limits(silent=4.0, stalled=3.0)
-    report = launch(
-        "plan.json", "endings:build", data="endings:one_late", steps=5, timeout=120, limits=limits
-    )
+    request = asked("build", data="endings:one_late", steps=5, limits=limits)
+    report = launch(request, timeout=120)
     assert len(report.losses) == 5
 
 

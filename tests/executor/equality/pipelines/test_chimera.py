@@ -18,6 +18,7 @@ from stratagem.executor.program.instructions import Bundle, Convert
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.exports import FORMATS, export
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import Budget
@@ -396,13 +397,9 @@ def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     case = launched_case()
     plan = opposite(case, sharding("parameter"), ONE, ONE, num_microbatches=4)
     plan.save(tmp_path / "plan.json")
-    report = launch(
-        tmp_path / "plan.json",
-        "launched_model:gpt",
-        check=True,
-        folder=tmp_path,
-        steps=2,
-    )
+    model = "launched_model:gpt"
+    request = RunRequest(plan=tmp_path / "plan.json", model=model, check=True, steps=2)
+    report = launch(request, folder=tmp_path)
     assert report.verdict is not None
     assert 0 < report.verdict.max_error < TOLERANCE
     assert len(report.losses) == 2

@@ -19,6 +19,7 @@ from stratagem.executor.program.instructions import Forward
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import TimingKey
 from stratagem.profiler.costs.learn_from_runs import learn
@@ -310,9 +311,9 @@ def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]), prepend=os.pathsep)
     case = case_of("llama")
     sliced(case, (5, 3, 2), (1,), (2,), choose=heads).save(tmp_path / "plan.json")
-    report = launch(
-        tmp_path / "plan.json", "sliced_model:llama", check=True, folder=tmp_path, steps=2
-    )
+    model = "sliced_model:llama"
+    request = RunRequest(plan=tmp_path / "plan.json", model=model, check=True, steps=2)
+    report = launch(request, folder=tmp_path)
     assert report.verdict is not None
     assert 0 < report.verdict.max_error < TOLERANCE
     assert len(report.verdict.errors) == 1 + len(list(case.model.parameters()))
