@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -94,8 +95,6 @@ def execute(
             failed.
         RuntimeError: when CUDA, CuPy or NCCL is missing for ``nccl``.
     """
-    program = prepare(plan, graph)
-    check_state(program, model_state)
     options = RunOptions(
         steps=steps,
         warmup=warmup,
@@ -103,12 +102,47 @@ def execute(
         rate=rate or RateSchedule(),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         every=every,
-        resume=None if resume is None else find_checkpoint(resume),
+        resume=None if resume is None else Path(resume),
         keep=keep,
         finite=finite,
         memory=memory,
         cuda_graph=cuda_graph,
     )
+    return run_plan(
+        plan, graph, model_state, data, options, backend=backend, timeout=timeout, show=show
+    )
+
+
+def run_plan(
+    plan: Plan,
+    graph: OperatorGraph,
+    model_state: Mapping[str, Tensor],
+    data: Data,
+    options: RunOptions,
+    *,
+    backend: Literal["local", "gloo", "nccl"] = "local",
+    timeout: float | None = None,
+    show: Show | None = None,
+) -> ExecutionResult:
+    """Like `execute`, whose options are one record.
+
+    Example:
+        >>> options = RunOptions(steps=3)
+        >>> result = run_plan(plan, graph, state, batch, options)  # doctest: +SKIP
+        >>> len(result.losses)  # doctest: +SKIP
+        3
+
+    Args:
+        plan, graph, model_state, data, backend, timeout, show: see `execute`.
+        options: how the run goes.
+
+    Raises:
+        ValueError: see `execute`, which says what else is raised.
+    """
+    program = prepare(plan, graph)
+    check_state(program, model_state)
+    if options.resume is not None:
+        options = replace(options, resume=find_checkpoint(options.resume))
     check_forward(graph, options)
     batches = Batches(data, graph, seed=plan.seed, buffers=model_state)
     batches.at(0)

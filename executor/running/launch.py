@@ -71,9 +71,9 @@ def launch(
         check_gpus(plan.num_devices)
     with Scratch() as scratch:
         out, status = scratch.folder / "result.json", scratch.folder / "status.json"
-        asked = scratch.folder / "request.json"
+        file = scratch.folder / "request.json"
         resume = None if request.resume is None else find_checkpoint(request.resume)
-        replace(
+        asked = replace(
             request,
             plan=_resolved(request.plan),
             checkpoint=_resolved(request.checkpoint),
@@ -82,14 +82,15 @@ def launch(
             backend=backend,
             out=out,
             status=status,
-        ).save(asked)
+        )
+        asked.save(file)
 
         def look() -> None:
             if show is not None:
                 show_status(status, show)
 
         run_ranks(
-            ["stratagem.executor", "--request", str(asked)],
+            ["stratagem.executor", str(asked.plan), "--request", str(file)],
             plan.num_devices,
             folder=folder,
             timeout=timeout,

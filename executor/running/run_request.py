@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, get_args, get_type_hints
-
-import msgspec
+from typing import Self, get_args, get_type_hints
 
 from stratagem.executor.running.named_functions import make_rate
 from stratagem.executor.training.training_loop import RunOptions, RunSettings
@@ -60,14 +58,12 @@ class RunRequest(RunSettings):
     @property
     def options(self) -> RunOptions:
         """How every rank runs."""
-        settings = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
-        rate = make_rate(self.rate, self.rate_warmup, self.steps)
-        return RunOptions(**settings, rate=rate)
+        return self.with_rate(make_rate(self.rate, self.rate_warmup, self.steps))
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
         with atomic_path(path) as written:
-            written.write_bytes(msgspec.json.encode(self, enc_hook=str))
+            written.write_text(self.to_json(), "utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -77,26 +73,22 @@ class RunRequest(RunSettings):
             ValueError: when the file holds no request.
         """
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls, dec_hook=_made)
-        except msgspec.ValidationError as error:
+            return cls.from_json(path.read_text("utf-8"))
+        except ValueError as error:
             raise ValueError(f"{path} is no request of a run: {error}") from error
 
     @classmethod
     def of_flags(cls, flags: Sequence[str]) -> Self:
-        """What a command line asks for: `plan.json --model module:function …`, or a file of it."""
-        if flags[:1] == ["--request"]:
-            (path,) = flags[1:]
-            return cls.load(Path(path))
+        """What a command line asks for: `plan.json --model module:function …`.
+
+        Or `plan.json --request request.json`, a file of all of it: the plan is named there for
+        those who look at the processes of a machine.
+        """
+        if flags[1:2] == ["--request"]:
+            return cls.load(Path(flags[2]))
         given = vars(_parser().parse_args(flags))
         limits = {name: given.pop(flag.replace("-", "_")) for name, flag in LIMITS.items()}
         return cls(**given, limits=Limits(**limits))
-
-
-def _made(kind: type, value: Any) -> Any:
-    """What a file says of something that JSON does not have."""
-    if kind is Path:
-        return Path(value)
-    raise NotImplementedError(kind)
 
 
 FLAGS = {

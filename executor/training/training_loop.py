@@ -10,9 +10,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, Self
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -95,6 +97,29 @@ class RunSettings:
     cuda_graph: bool = False
     timed_every: int | None = None
 
+    def with_rate(self, rate: Rate) -> RunOptions:
+        """How a run goes with these settings and a learning rate."""
+        settings = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
+        return RunOptions(**settings, rate=rate)
+
+    def to_json(self) -> str:
+        """As text, of which `from_json` makes it again.
+
+        Example:
+            >>> RunSettings.from_json(RunSettings(steps=3).to_json())
+            RunSettings(steps=3, warmup=0, gradients=False, checkpoint=None, every=0, ...)
+        """
+        return msgspec.json.encode(self, enc_hook=_told).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` made a text of.
+
+        Raises:
+            ValueError: when the text is of something else.
+        """
+        return msgspec.json.decode(text, type=cls, dec_hook=_made)
+
     def times(self, step: int, start: int, comm: Communicator) -> bool:
         """Whether the instructions of a step are timed, in a run that begins at `start`."""
         number, last = step - start, step == self.steps - 1
@@ -135,6 +160,25 @@ class RunOptions(RunSettings):
     """
 
     rate: Rate = field(default_factory=RateSchedule)
+
+    @property
+    def settings(self) -> RunSettings:
+        """All but the learning rate."""
+        return RunSettings(**{each.name: getattr(self, each.name) for each in fields(RunSettings)})
+
+
+def _told(value: Any) -> str:
+    """What a text says of something that JSON does not have."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} cannot be told to another process; give it `settings` alone")
+
+
+def _made(kind: type, value: Any) -> Any:
+    """What a text means by it."""
+    if kind is Path:
+        return Path(value)
+    raise NotImplementedError(kind)
 
 
 def train(

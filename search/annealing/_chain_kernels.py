@@ -39,7 +39,7 @@ from stratagem.searcher.annealing._moves import Moves, propose_move
 from stratagem.searcher.annealing._pipeline_play import (
     CLOSED,
     ORDERED,
-    PlayedPipeline,
+    Pipeline,
     bound_of,
     note_longest_path,
     play_in_order,
@@ -83,7 +83,7 @@ class Arrays(NamedTuple):
 
     plays: Plays
     tensors: Tensors
-    pipeline: PlayedPipeline
+    pipeline: Pipeline
     moves: Moves
     pool_ns: Ints
     crossings: Ints

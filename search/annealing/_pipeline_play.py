@@ -25,7 +25,7 @@ CLOSED, ORDERED, QUEUED = range(3)
 """How a pipeline is played: one sum, in a known order, or by the event engine."""
 
 
-class PlayedPipeline(NamedTuple):
+class Pipeline(NamedTuple):
     """The macro graph of Q tasks, its table of M entries, flat by kind and item.
 
     Attributes:
@@ -63,7 +63,7 @@ class PlayedPipeline(NamedTuple):
 
 
 @uncounted()
-def bound_of(pipeline: PlayedPipeline) -> int:
+def bound_of(pipeline: Pipeline) -> int:
     """The greatest lower bound in ns under the proposed table."""
     columns, bounds, table = pipeline.columns, pipeline.bounds, pipeline.proposed
     greatest = 0
@@ -76,7 +76,7 @@ def bound_of(pipeline: PlayedPipeline) -> int:
 
 
 @uncounted()
-def play_in_order(pipeline: PlayedPipeline) -> int:
+def play_in_order(pipeline: Pipeline) -> int:
     """Makespan in ns of a pipeline whose order is known, under the proposed table."""
     end, because, free, holder = pipeline.end, pipeline.because, pipeline.free, pipeline.holder
     free[:] = 0
@@ -107,7 +107,7 @@ def play_in_order(pipeline: PlayedPipeline) -> int:
 
 
 @uncounted()
-def note_longest_path(pipeline: PlayedPipeline) -> None:
+def note_longest_path(pipeline: Pipeline) -> None:
     """Make the longest path of what was played in order last the last of the bounds.
 
     What takes no time on it, as it is not longer than what is taken off it, counts as nothing.

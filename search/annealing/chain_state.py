@@ -23,7 +23,7 @@ from stratagem.searcher.annealing._block_replays import (
 )
 from stratagem.searcher.annealing._chain_kernels import NUM_ITEMS, NUM_NUMBERS, Arrays
 from stratagem.searcher.annealing._memory_tree import Tensors
-from stratagem.searcher.annealing._pipeline_play import CLOSED, ORDERED, QUEUED, PlayedPipeline
+from stratagem.searcher.annealing._pipeline_play import CLOSED, ORDERED, QUEUED, Pipeline
 from stratagem.searcher.annealing.move_lists import moves_of
 from stratagem.searcher.problem.priced_skeleton import Problem, pool_starts
 from stratagem.searcher.problem.tensors_touched import gate_owners, tensors_touched
@@ -263,7 +263,7 @@ class _Macro:
     before: tuple[tuple[int, ...], ...]
 
 
-def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> PlayedPipeline:
+def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> Pipeline:
     graph, num_entries = macro.graph, int(np.prod(shape))
     entry = macro.kind * shape[1] + macro.item
     less = np.where(macro.less >= 0, macro.less * shape[1] + macro.item, -1)
@@ -281,7 +281,7 @@ def _pipeline(macro: MacroGraph, shape: tuple[int, ...]) -> PlayedPipeline:
     number[visits] = np.arange(visits.size)
     before = [[int(number[b]) for b in read.before[t]] for t in visits.tolist()]
     held = [read.held[t] for t in visits.tolist()]
-    return PlayedPipeline(
+    return Pipeline(
         how=np.array([how], dtype=np.int64),
         columns=columns,
         places=places,

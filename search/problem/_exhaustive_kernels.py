@@ -16,7 +16,7 @@ from stratagem.simulator.base.compiling import kernel
 from stratagem.simulator.stage._shut_gates import is_shut
 
 
-class DecidedTasks(NamedTuple):
+class Decided(NamedTuple):
     """What the blocks of a step take, by the depth at which it is decided.
 
     Attributes:
@@ -35,7 +35,7 @@ class DecidedTasks(NamedTuple):
 
 
 @kernel()
-def decide(depth: int, choice: Ints, decided: DecidedTasks, blocks: tuple[Ints, ...]) -> int:
+def decide(depth: int, choice: Ints, decided: Decided, blocks: tuple[Ints, ...]) -> int:
     """Ns that a step takes at least, by what is decided down to a depth.
 
         max over resources r of sum over blocks k of loads[r, k] · busiest of k
@@ -101,7 +101,7 @@ def try_plans(
     free: Ints,
     touches: Ints,
     dirty: Ints,
-    decided: DecidedTasks,
+    decided: Decided,
     known: Ints,
     best: Ints,
     scores: Floats,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.searcher.problem._exhaustive_kernels import DecidedTasks, try_plans
+from stratagem.searcher.problem._exhaustive_kernels import Decided, try_plans
 from stratagem.searcher.problem._score_kernels import MEASURE, REPLAY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import arguments_of
@@ -197,7 +197,7 @@ def _touches(problem: Problem) -> Ints:
     return found
 
 
-def _decided(problem: Problem, free: Ints) -> DecidedTasks:
+def _decided(problem: Problem, free: Ints) -> Decided:
     """Which tasks of the blocks that a step plays are decided with each `free` operator."""
     depth_of = np.zeros(len(problem.choices), dtype=np.int64)
     depth_of[free] = np.arange(free.size)
@@ -219,7 +219,7 @@ def _decided(problem: Problem, free: Ints) -> DecidedTasks:
         depths.append(depth)
     depth = np.concatenate(depths)
     order = np.argsort(depth, kind="stable")
-    return DecidedTasks(
+    return Decided(
         starts=np.searchsorted(depth[order], np.arange(free.size + 1)).astype(np.int64),
         tasks=np.concatenate(rows)[order],
         loads=_loads(problem),

@@ -29,7 +29,7 @@ from stratagem.simulator.hardware.resources import (
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pipeline.crossings import Crossing
-from stratagem.simulator.pipeline.pipeline import Pipeline
+from stratagem.simulator.pipeline.pipeline import PlannedPipeline
 from stratagem.simulator.pipeline.priced_pipeline import (
     PricedPipeline,
     Prices,
@@ -452,7 +452,7 @@ def _flat_tensors(priced: PricedPipeline) -> tuple[tuple[Ints, ...], Sharing]:
     return arrays, sharing
 
 
-def _flat_situations(pipeline: Pipeline) -> tuple[Ints, tuple[Ints, ...]]:
+def _flat_situations(pipeline: PlannedPipeline) -> tuple[Ints, tuple[Ints, ...]]:
     """Per rank the bytes of its device; and which stages it has and its situations, flat."""
     schedule, cluster = pipeline.schedule, pipeline.cluster
     split = schedule.splits_backward

@@ -45,7 +45,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
-from stratagem.simulator.pipeline.pipeline import Pipeline
+from stratagem.simulator.pipeline.pipeline import PlannedPipeline
 from stratagem.simulator.plan.plan import Plan, Stage, own_schedule
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import SCHEDULES, schedule_by_name
@@ -218,9 +218,9 @@ class Skeleton:
         run = self.run
         return self.num_ranks == len(self.stages) and run is not None and not run.splits_backward
 
-    def pipeline(self, cluster: Cluster, training: Training, options: Options) -> Pipeline:
+    def pipeline(self, cluster: Cluster, training: Training, options: Options) -> PlannedPipeline:
         """What of a step is decided before choices are."""
-        return Pipeline(
+        return PlannedPipeline(
             self.stages,
             self.meshes,
             self.make_schedule(),

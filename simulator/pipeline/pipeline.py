@@ -14,7 +14,7 @@ from stratagem.simulator.schedules.actions import Schedule
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class PlannedPipeline:
     """All that decides what a step does, but for the choices of operators.
 
     Example:
@@ -53,18 +53,18 @@ class Pipeline:
         operators = graph.operators
         return self.stage_of[operators[first].name], self.stage_of[operators[second].name]
 
-    def under(self, schedule: Schedule) -> Pipeline:
+    def under(self, schedule: Schedule) -> PlannedPipeline:
         """The same stages under another schedule."""
         return replace(self, schedule=schedule)
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
+def pipeline_of(plan: Plan) -> PlannedPipeline:
     """The pipeline of a plan: all of it but its choices.
 
     Token slices and second homes are in its schedule; a plan's passes over them are priced one by
     one (see `priced_plan`).
     """
-    return Pipeline(
+    return PlannedPipeline(
         stages=tuple(stage.operators for stage in plan.stages),
         meshes=tuple(stage.mesh for stage in plan.stages),
         schedule=plan.make_schedule(),

@@ -32,7 +32,7 @@ from stratagem.simulator.pipeline.crossings import (
     in_groups,
     tie_crossing,
 )
-from stratagem.simulator.pipeline.pipeline import Pipeline
+from stratagem.simulator.pipeline.pipeline import PlannedPipeline
 from stratagem.simulator.pricing.cost_rows import PricedTime
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.row_memory import RowMemory
@@ -82,7 +82,7 @@ class PricedPipeline:
         shapes: builds blocks and lifetimes; equal stages share them.
     """
 
-    pipeline: Pipeline
+    pipeline: PlannedPipeline
     graph: OperatorGraph
     choices: tuple[tuple[Choice, ...], ...]
     builders: tuple[TableBuilder, ...]
@@ -196,7 +196,7 @@ class PricedPipeline:
 
 
 def price_pipeline(
-    pipeline: Pipeline,
+    pipeline: PlannedPipeline,
     graph: OperatorGraph,
     choices: Sequence[Sequence[Choice]],
     prices: Prices,
@@ -262,7 +262,10 @@ def price_pipeline(
 
 
 def _builders(
-    pipeline: Pipeline, graph: OperatorGraph, pairs: Sequence[tuple[int, int]], prices: Prices
+    pipeline: PlannedPipeline,
+    graph: OperatorGraph,
+    pairs: Sequence[tuple[int, int]],
+    prices: Prices,
 ) -> tuple[TableBuilder, ...]:
     """By stage, what prices it."""
     meshes, cluster = pipeline.meshes, pipeline.cluster
@@ -281,7 +284,7 @@ def _builders(
     )
 
 
-def shapes_of(pipeline: Pipeline, prices: Prices) -> StageShapes:
+def shapes_of(pipeline: PlannedPipeline, prices: Prices) -> StageShapes:
     """What builds the blocks and lifetimes of a pipeline's stages, each shape once."""
     schedule = pipeline.schedule
     return StageShapes(

@@ -13,7 +13,7 @@ from stratagem.simulator.engine.event_engine import Times, simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource
 from stratagem.simulator.operators.operator import Edge
-from stratagem.simulator.pipeline.pipeline import Pipeline, pipeline_of
+from stratagem.simulator.pipeline.pipeline import PlannedPipeline, pipeline_of
 from stratagem.simulator.pipeline.priced_pipeline import (
     PricedPipeline,
     Prices,
@@ -219,7 +219,11 @@ def _passes_model(
 
 
 def _part(
-    plan: Plan, pipeline: Pipeline, small: OperatorGraph, prices: Prices, shapes: StageShapes
+    plan: Plan,
+    pipeline: PlannedPipeline,
+    small: OperatorGraph,
+    prices: Prices,
+    shapes: StageShapes,
 ) -> PlanModel:
     """A plan for the graph of a microbatch, or of a slice of its tokens, under a schedule."""
     choices = {name: plan.choice(name) for name in small.names}

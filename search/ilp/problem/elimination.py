@@ -21,7 +21,7 @@ from stratagem.searcher.ilp.problem._reduction_kernels import (
 )
 from stratagem.searcher.ilp.problem.memory_rows import MemoryRows
 from stratagem.searcher.ilp.problem.reductions import (
-    Decided,
+    DecidedNode,
     Propagation,
     ReducedInstance,
     connect,
@@ -154,7 +154,7 @@ def _eliminate(problem: ReducedInstance, node: int) -> set[int]:
     else:
         connect(problem, others[0], others[1], problem.tables.intern(best))
     problem.costs[node] = np.empty(0)
-    problem.log.append(Decided(node, tuple(others), np.asarray(choice)))
+    problem.log.append(DecidedNode(node, tuple(others), np.asarray(choice)))
     return set(others)
 
 

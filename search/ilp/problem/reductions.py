@@ -45,7 +45,7 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Decided:
+class DecidedNode:
     """`node` chooses `table[k]`, k being the choices of `by` (none, one or two nodes)."""
 
     node: int
@@ -67,7 +67,7 @@ class ReducedInstance:
     counts: list[int]
     memory: MemoryRows | None = None
     constant: float = 0.0
-    log: list[Kept | Decided] = field(default_factory=list)
+    log: list[Kept | DecidedNode] = field(default_factory=list)
 
     @property
     def alive(self) -> list[int]:
@@ -219,7 +219,7 @@ def fix(problem: ReducedInstance, node: int) -> None:
     if problem.memory is not None:
         problem.memory.fix(node)
     problem.costs[node] = np.empty(0)
-    problem.log.append(Decided(node, (), np.array(0)))
+    problem.log.append(DecidedNode(node, (), np.array(0)))
 
 
 def merge(problem: ReducedInstance, leader: int, node: int, follows: Ints) -> list[int]:
@@ -237,7 +237,7 @@ def merge(problem: ReducedInstance, leader: int, node: int, follows: Ints) -> li
     problem.costs[node] = np.empty(0)
     if problem.memory is not None:
         problem.memory.merge(leader, node, follows)
-    problem.log.append(Decided(node, (leader,), follows))
+    problem.log.append(DecidedNode(node, (leader,), follows))
     return [other for other, _ in moved]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.memory_rows import EMPTY, MemoryRows
-from stratagem.searcher.ilp.problem.reductions import Decided, Kept, ReducedInstance
+from stratagem.searcher.ilp.problem.reductions import DecidedNode, Kept, ReducedInstance
 from stratagem.searcher.ilp.solutions.branch_and_bound import Branching, RowKey, Subproblem
 from stratagem.simulator.base.arrays import Floats, Ints
 
@@ -137,7 +137,7 @@ def restricted(problem: ReducedInstance, place: Ints, region: set[int]) -> Reduc
         k, window = place[node], memory.windows[node]
         constant += float(problem.costs[node][k])
         limits[window.first : window.end] -= window.nbytes[k] if window.nbytes.size else 0
-        log += [Kept(node, place[node : node + 1]), Decided(node, (), np.array(0))]
+        log += [Kept(node, place[node : node + 1]), DecidedNode(node, (), np.array(0))]
         for other, table in problem.links[node].items():
             if other not in region and node < other:
                 constant += float(table[k, place[other]])

@@ -29,7 +29,7 @@ from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.collective_times import Collective, collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
-from stratagem.simulator.pipeline.pipeline import Pipeline
+from stratagem.simulator.pipeline.pipeline import PlannedPipeline
 from stratagem.simulator.pipeline.priced_pipeline import (
     PricedPipeline,
     Prices,
@@ -229,7 +229,7 @@ class Rates:
         mesh = DeviceMesh(axes, tuple(range(math.prod(axis.size for axis in axes))))
         choices = with_recompute(graph, self._strategy(setup, graph, mesh.shape), setup.recompute)
         # Only what a microbatch takes and leaves is asked, which no schedule changes.
-        stage = Pipeline((graph.names,), (mesh,), one_f_one_b(1, 1), s.cluster, s.training)
+        stage = PlannedPipeline((graph.names,), (mesh,), one_f_one_b(1, 1), s.cluster, s.training)
         listed = listed_choices(graph, choices)
         priced = price_pipeline(stage, graph, listed, Prices(s.costs, s.memory))
         (table,) = priced.tables

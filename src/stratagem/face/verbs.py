@@ -448,16 +448,31 @@ def execute(
         RuntimeError: when CUDA, CuPy, NCCL or a GPU is missing for ``nccl``; when a rank fails,
             says which and where it was.
     """
-    from stratagem.executor.running.execute import execute as run_here
+    from stratagem.executor.running.execute import run_plan
     from stratagem.executor.running.planned_graph import planned_graph
     from stratagem.executor.state.parameter_parts import model_state
     from stratagem.executor.training.batches import first_batch
+    from stratagem.executor.training.learning_rates import RateSchedule
+    from stratagem.executor.training.training_loop import RunOptions
     from stratagem.runs.process_ranks import run_processes
 
     known = get_args(Backend)
     if backend not in known:
         raise unknown("backend", backend, known)
-    run = run_here if backend == "local" else partial(run_processes, backend=backend)
+    run = run_plan if backend == "local" else partial(run_processes, backend=backend)
+    options = RunOptions(
+        steps=steps,
+        warmup=warmup,
+        gradients=gradients,
+        rate=rate or RateSchedule(),
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        every=every,
+        resume=None if resume is None else Path(resume),
+        keep=keep,
+        finite=finite,
+        memory=memory,
+        cuda_graph=cuda_graph,
+    )
     used = graph or planned_graph(plan, model, first_batch(data))
     plan.check(plan.rewrite(used).graph)
     if backend != "nccl" and any(each.is_cuda for each in model.parameters()):
@@ -467,24 +482,7 @@ def execute(
             stacklevel=2,
         )
     with progress_bar(enabled=steps > 1 and progress) as show:
-        result = run(
-            plan,
-            used,
-            model_state(model),
-            data,
-            steps=steps,
-            warmup=warmup,
-            gradients=gradients,
-            rate=rate,
-            checkpoint=checkpoint,
-            every=every,
-            resume=resume,
-            keep=keep,
-            finite=finite,
-            memory=memory,
-            cuda_graph=cuda_graph,
-            show=show,
-        )
+        result = run(plan, used, model_state(model), data, options, show=show)
     ran = result.provenance if backend == "nccl" else None
     elsewhere = "" if ran is None else ran.elsewhere(plan)
     if elsewhere:

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from stratagem.basics.progress import Show, show_status, status_file
-from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
+from stratagem.executor.checkpoints.folder import find_checkpoint
 from stratagem.executor.checkpoints.index import CheckpointIndex, Course
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult, not_graphed
-from stratagem.executor.running.execute import execute
+from stratagem.executor.running.execute import run_plan
 from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.training.batches import Batches, Data
-from stratagem.executor.training.learning_rates import Rate, rate_told, told_to_others
-from stratagem.executor.training.training_loop import RunOptions, warn_not_finite
+from stratagem.executor.training.learning_rates import RateSchedule, rate_told, told_to_others
+from stratagem.executor.training.training_loop import RunOptions, RunSettings, warn_not_finite
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.runs.batch_feeder import Fed, Feeder
 from stratagem.simulator.base.files import atomic_path
@@ -45,23 +45,13 @@ def run_processes(
     graph: OperatorGraph,
     model_state: Mapping[str, Tensor],
     data: Data,
+    options: RunOptions,
     *,
-    steps: int = 1,
-    warmup: int = 0,
-    gradients: bool = False,
-    rate: Rate | None = None,
-    checkpoint: str | Path | None = None,
-    every: int = 0,
-    resume: str | Path | None = None,
-    keep: int = KEEP,
-    finite: bool = False,
-    memory: bool = False,
-    cuda_graph: bool = False,
     backend: ProcessBackend = "gloo",
     timeout: float | None = None,
     show: Show | None = None,
 ) -> ExecutionResult:
-    """Like `execute`, with a process of this machine for every device of the plan.
+    """Like `run_plan`, with a process of this machine for every device of the plan.
 
     Raises:
         ValueError: when the plan cannot be executed, or a batch does not fit.
@@ -72,15 +62,13 @@ def run_processes(
     warn_of_streamed_pieces(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)
-    options = RunOptions(
-        steps=steps,
-        warmup=warmup,
-        gradients=gradients,
-        checkpoint=None if checkpoint is None else Path(checkpoint).resolve(),
-        every=every,
+    folder, resume, rate = options.checkpoint, options.resume, options.rate
+    options = replace(
+        options,
+        checkpoint=None if folder is None else folder.resolve(),
         resume=None if resume is None else find_checkpoint(resume).resolve(),
-        keep=keep,
     )
+    changes = rate != RateSchedule()
     functions = imports_of(
         call for each in graph.operators for call, *_ in each.attributes.get("calls", ())
     )
@@ -94,19 +82,8 @@ def run_processes(
             "model_state": dict(model_state),
             "batch": dict(data) if isinstance(data, Mapping) else None,
             "backend": backend,
-            "rates": None if rate is None else told_to_others(rate, plan.training, steps),
-            "options": {
-                "steps": steps,
-                "warmup": warmup,
-                "gradients": gradients,
-                "checkpoint": options.checkpoint and str(options.checkpoint),
-                "every": every,
-                "resume": options.resume and str(options.resume),
-                "keep": keep,
-                "finite": finite,
-                "memory": memory,
-                "cuda_graph": cuda_graph,
-            },
+            "rates": told_to_others(rate, plan.training, options.steps) if changes else None,
+            "settings": options.settings.to_json(),
         }
         torch.save(task, Path(name, TASK))
 
@@ -172,15 +149,15 @@ def main() -> None:
     if task["functions"]:
         sys.path += [each for each in task["path"] if each not in sys.path]
         import_again(task["functions"])
-    result = execute(
+    settings = RunSettings.from_json(task["settings"])
+    result = run_plan(
         Plan.from_json(task["plan"]),
         OperatorGraph.from_json(task["graph"]),
         task["model_state"],
         Fed(folder, int(os.environ["RANK"])) if batch is None else batch,
+        settings.with_rate(RateSchedule() if rates is None else rate_told(rates)),
         backend=task["backend"],
-        rate=None if rates is None else rate_told(rates),
         show=status_file(Path(folder, STATUS)),
-        **task["options"],
     )
     if os.environ["RANK"] == "0":
         found = {"result": result.to_json(), "tensors": result.tensors}

@@ -24,7 +24,9 @@ from stratagem.executor.cuda.own_gpu import claim, own_gpu
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.checking import judge
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.running.world import default_backend
+from stratagem.executor.training.training_loop import RunOptions
 from stratagem.face import diagnosis
 from stratagem.runs import process_ranks
 from stratagem.simulator.plan.plan import Plan
@@ -174,7 +176,7 @@ class TestDefault:
         gpus(1)
         fake_cupy(monkeypatch)
         with pytest.raises(RuntimeError, match="2 ranks need a GPU each, and torch sees 1"):
-            launch(tmp_path / "plan.json", "nowhere:model")
+            launch(RunRequest(plan=tmp_path / "plan.json", model="nowhere:model"))
         without_cupy(monkeypatch)
         shown = CliRunner().invoke(app, ["run", str(tmp_path / "plan.json"), "nowhere:model"])
         assert shown.exit_code == 2
@@ -187,17 +189,17 @@ class TestDefault:
         plan.save(tmp_path / "plan.json")
         gpus(8)
         without_cupy(monkeypatch)
-        started: list[list[str]] = []
+        started: list[RunRequest] = []
 
         def stop(arguments: list[str], *more: Any, **options: Any) -> None:
-            started.append(arguments)
+            started.append(RunRequest.of_flags(arguments[1:]))
             raise RuntimeError("enough")
 
         monkeypatch.setattr(LAUNCHING, "run_ranks", stop)
+        asked = RunRequest(plan=tmp_path / "plan.json", model="nowhere:model", backend="gloo")
         with pytest.raises(RuntimeError, match="enough"):
-            launch(tmp_path / "plan.json", "nowhere:model", backend="gloo")
-        at = started[0].index("--backend")
-        assert started[0][at + 1] == "gloo"
+            launch(asked)
+        assert started[0].backend == "gloo"
 
     def test_an_unknown_backend_is_named(self, plan: Plan, tmp_path: Path) -> None:
         plan.save(tmp_path / "plan.json")
@@ -347,15 +349,15 @@ class TestModelOnGpu:
         def run_here(arguments: list[str], *more: Any, **options: Any) -> None:
             monkeypatch.setattr(sys, "argv", ["ranks", arguments[1]])
             monkeypatch.setenv("RANK", "0")
-            whole = process_ranks.execute
+            whole = process_ranks.run_plan
             monkeypatch.setattr(
-                process_ranks, "execute", lambda *a, **k: whole(*a, **{**k, "backend": "local"})
+                process_ranks, "run_plan", lambda *a, **k: whole(*a, **{**k, "backend": "local"})
             )
             process_ranks.main()
 
         monkeypatch.setattr(process_ranks, "run_ranks", run_here)
         threads = torch.get_num_threads()
-        found = process_ranks.run_processes(plan, graph, model_state(model), batch)
+        found = process_ranks.run_processes(plan, graph, model_state(model), batch, RunOptions())
         torch.set_num_threads(threads)
         assert places == ["cpu", "cpu"]
         assert found.backend == "local"

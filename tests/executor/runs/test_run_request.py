@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -35,12 +36,14 @@ ASKED = RunRequest(
     limits=Limits(stalled=3.0, patience=4.0, preparing=5.0),
 )
 
-LINE = (
-    "plan.json --model models:gpt --data models:rows --steps 7 --warmup 2 --rate linear "
-    "--rate-warmup 3 --checkpoint saved --every 2 --keep 5 --finite --backend gloo --memory "
-    "--cuda-graph --check --out out.json --outputs made.safetensors --status status.json "
-    "--timeout 3 --patience 4 --preparing 5"
-).split()
+LINE = shlex.split(
+    """
+    plan.json --model models:gpt --data models:rows --steps 7 --warmup 2 --rate linear
+    --rate-warmup 3 --checkpoint saved --every 2 --keep 5 --finite --backend gloo --memory
+    --cuda-graph --check --out out.json --outputs made.safetensors --status status.json
+    --timeout 3 --patience 4 --preparing 5
+    """
+)
 
 
 def test_flags_ask_for_the_same_as_the_record() -> None:
@@ -53,7 +56,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
     asked = replace(ASKED, gradients=True, cuda_graph=False, timed_every=4)
     asked.save(tmp_path / "request.json")
     assert RunRequest.load(tmp_path / "request.json") == asked
-    assert RunRequest.of_flags(["--request", str(tmp_path / "request.json")]) == asked
+    assert RunRequest.of_flags(["plan.json", "--request", str(tmp_path / "request.json")]) == asked
     usual = {each.name for each in fields(RunRequest) if getattr(asked, each.name) == each.default}
     assert usual == {"cuda_graph"}
 
