@@ -106,8 +106,8 @@ class RunSettings:
         """As text, of which `from_json` makes it again.
 
         Example:
-            >>> RunSettings.from_json(RunSettings(steps=3).to_json())
-            RunSettings(steps=3, warmup=0, gradients=False, checkpoint=None, every=0, ...)
+            >>> RunSettings.from_json(RunSettings(steps=3).to_json()).steps
+            3
         """
         return msgspec.json.encode(self, enc_hook=_told).decode()
 

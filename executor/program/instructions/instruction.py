@@ -87,11 +87,11 @@ class Instruction:
     """What a rank can do, as data: a frozen dataclass that says all of `REQUIRED`.
 
     Example:
-        >>> class Halve(Instruction):
+        >>> class Halve(Instruction):  # doctest: +ELLIPSIS
         ...     task = "halve"
         Traceback (most recent call last):
             ...
-        TypeError: instruction Halve does not say its kind, microbatch, reads, writes, memory, ...
+        TypeError: instruction Halve does not say its kind, microbatch, reads, writes, ...
 
     Raises:
         TypeError: when a class is written that lacks any of it.
