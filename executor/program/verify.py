@@ -56,6 +56,6 @@ def _problem(
         if value in alive and value not in kept and value not in instruction.adds_to:
             return f"makes {value!r}, which is there already"
     for value in instruction.frees:
-        if value in kept or value not in (*alive, *instruction.writes):
+        if value in kept or not (value in alive or value in instruction.writes):
             return f"frees {value!r}, which is not there or is kept"
     return None
