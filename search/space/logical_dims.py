@@ -71,6 +71,13 @@ def logical_dims(graph: OperatorGraph) -> dict[str, LogicalDim]:
         >>> dims["heads"].sizes, len(dims["heads"].chains)
         ((12,), 2)
     """
+    known: dict[str, LogicalDim] | None = graph.derived.get(logical_dims)
+    if known is None:
+        known = graph.derived[logical_dims] = _logical_dims(graph)
+    return dict(known)
+
+
+def _logical_dims(graph: OperatorGraph) -> dict[str, LogicalDim]:
     experts = expert_dims(graph)
     found: dict[str, list[list[tuple[Operator, str]]]] = {}
     taken: dict[str, set[str]] = {}

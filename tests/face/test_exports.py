@@ -22,7 +22,7 @@ from stratagem.cli.app import app
 from stratagem.exports import FORMATS, LOSSLESS, PROGRAMS, export, lossless_exports
 from stratagem.exports.deepspeed import deepspeed
 from stratagem.exports.megatron import layout, megatron
-from stratagem.exports.reading.differences import differences
+from stratagem.exports.reading.differences import PartsMemory, device_parts, differences
 from stratagem.exports.reading.fsdp_units import wrapped_modules
 from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
 from stratagem.searcher.space.strategies import with_recompute
@@ -30,7 +30,7 @@ from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.graph.models import bert, gpt, llama, mlp, moe, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Placement, Shard
 from stratagem.simulator.graph.substitutions import Substituted, rewrite
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -398,3 +398,46 @@ def test_a_search_says_which_formats_lose_nothing() -> None:
     for names, words in said.items():
         assert replace(found, exports=names).simplicity.endswith(f"; {words}")
     assert "export" not in replace(found, exports=None).simplicity
+
+
+def _part(size: int, ways: list[int], at: list[int]) -> list[int]:
+    """The elements of a dim on one device, cut axis after axis, counted out one by one."""
+    elements = list(range(size))
+    for count, place in zip(ways, at, strict=True):
+        each = -(-len(elements) // count)
+        elements = elements[place * each : (place + 1) * each]
+    return elements
+
+
+@given(
+    config=st.lists(
+        st.sampled_from([REPLICATE, Pin(1), *map(Shard, ("sample", "in", "out"))]),
+        min_size=2,
+        max_size=2,
+    ),
+    batch=st.sampled_from([2, 5, 12]),
+)
+def test_each_device_has_the_part_of_every_dim_that_is_counted_out(
+    config: list[Placement], batch: int
+) -> None:
+    operator = mlp([7, 9], batch=batch).operator("layers.0")
+    mesh = DeviceMesh((MeshAxis("node", 2), MeshAxis("data", 3)), (5, 3, 4, 9, 8, 7))
+    expected = {}
+    for device, at in zip(mesh.devices, [(i, j) for i in range(2) for j in range(3)], strict=True):
+        if any(isinstance(p, Pin) and p.index != i for p, i in zip(config, at, strict=True)):
+            continue
+        axes = {
+            d.name: [k for k, p in enumerate(config) if p == Shard(d.name)] for d in operator.dims
+        }
+        expected[device] = [
+            _part(d.size, [mesh.shape[k] for k in axes[d.name]], [at[k] for k in axes[d.name]])
+            for d in operator.dims
+        ]
+    found = dict(device_parts(operator, tuple(config), mesh))
+    assert {d: [list(range(*ends)) for ends in parts] for d, parts in found.items()} == expected
+    alike = PartsMemory().are_alike
+    other = DeviceMesh(mesh.axes, mesh.devices)
+    assert alike(operator, (tuple(config), mesh), (tuple(config), other))
+    turned = DeviceMesh(mesh.axes, mesh.devices[::-1])
+    same = dict(device_parts(operator, tuple(config), turned)) == found
+    assert alike(operator, (tuple(config), mesh), (tuple(config), turned)) == same

@@ -47,35 +47,71 @@ def device_parts(operator: Operator, config: Config, mesh: DeviceMesh) -> Parts:
         >>> sorted(device_parts(operator, (Shard("sample"),), mesh))[1]
         (6, ((1, 2), (0, 8), (0, 4)))
     """
+    sharing = [
+        [axis for axis, p in enumerate(config) if p == Shard(dim.name)] for dim in operator.dims
+    ]
+    splits = [splits_of(config, dim.name, mesh.shape) for dim in operator.dims]
+    # Of the many devices most have the bounds of another one along each dim.
+    known: list[dict[tuple[int, ...], tuple[int, int]]] = [{} for _ in operator.dims]
     found = []
     for device in mesh.devices:
         at = mesh.coordinates(device)
         if any(isinstance(p, Pin) and p.index != i for p, i in zip(config, at, strict=True)):
             continue
-        bounds = tuple(
-            shard_bounds(
-                dim.size,
-                splits_of(config, dim.name, mesh.shape),
-                [i for p, i in zip(config, at, strict=True) if p == Shard(dim.name)],
-            )
-            for dim in operator.dims
-        )
-        found.append((device, bounds))
+        bounds = []
+        for dim, axes, ways, of in zip(operator.dims, sharing, splits, known, strict=True):
+            index = tuple(at[axis] for axis in axes)
+            if index not in of:
+                of[index] = shard_bounds(dim.size, ways, index)
+            bounds.append(of[index])
+        found.append((device, tuple(bounds)))
     return frozenset(found)
 
 
 class PartsMemory:
-    """`device_parts`, worked out once for operators with the same dims."""
+    """Whether operators have the same `device_parts`, worked out once for those of the same dims.
+
+    Example:
+        >>> from stratagem.simulator.hardware.device_mesh import MeshAxis
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> operator = mlp([8, 4], batch=2).operator("layers.0")
+        >>> mesh = DeviceMesh((MeshAxis("data", 2),), (5, 6))
+        >>> one, other = ((Shard("sample"),), mesh), ((Shard("in"),), mesh)
+        >>> PartsMemory().are_alike(operator, one, other)
+        False
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Parts] = {}
+        self._seen: dict[int, tuple[DeviceMesh, int]] = {}
+        self._numbers: dict[DeviceMesh, int] = {}
+        self._parts: dict[tuple[object, ...], Parts] = {}
+        self._alike: dict[tuple[object, ...], bool] = {}
 
-    def of(self, operator: Operator, config: Config, mesh: DeviceMesh) -> Parts:
-        """The parts of an operator under a config on a mesh."""
-        key = operator.dims, config, mesh
-        if key not in self._known:
-            self._known[key] = device_parts(operator, config, mesh)
-        return self._known[key]
+    def are_alike(
+        self,
+        operator: Operator,
+        one: tuple[Config, DeviceMesh],
+        other: tuple[Config, DeviceMesh],
+    ) -> bool:
+        """Whether every device has the same part of an operator under two configs on meshes."""
+        ends = one, other
+        key = operator.dims, *((config, self._number(mesh)) for config, mesh in ends)
+        if key not in self._alike:
+            ours, theirs = (self._of(operator, config, mesh) for config, mesh in ends)
+            self._alike[key] = ours == theirs
+        return self._alike[key]
+
+    def _number(self, mesh: DeviceMesh) -> int:
+        """Equal for equal meshes; those of a thousand devices take long to hash."""
+        if id(mesh) not in self._seen:
+            self._seen[id(mesh)] = mesh, self._numbers.setdefault(mesh, len(self._numbers))
+        return self._seen[id(mesh)][1]
+
+    def _of(self, operator: Operator, config: Config, mesh: DeviceMesh) -> Parts:
+        key = operator.dims, config, self._number(mesh)
+        if key not in self._parts:
+            self._parts[key] = device_parts(operator, config, mesh)
+        return self._parts[key]
 
 
 def summed_axes(graph: OperatorGraph, operator: Operator, config: Config, mesh: DeviceMesh) -> int:
@@ -228,8 +264,9 @@ def _operators(
             effective(theirs, operator, stage.choices[operator.name], stage.mesh)
             for stage in places
         ]
-        same = parts.of(operator, choices[0].config, places[0].mesh) == parts.of(
-            operator, choices[1].config, places[1].mesh
+        same = parts.are_alike(
+            operator,
+            *((choice.config, at.mesh) for choice, at in zip(choices, places, strict=True)),
         )
         if same and replace(choices[0], config=choices[1].config) == choices[1]:
             continue

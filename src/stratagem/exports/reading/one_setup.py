@@ -134,6 +134,7 @@ class _Near:
     graph: OperatorGraph
     limits: SetupLimits
     _tensor: dict[int, bool] = field(default_factory=dict)
+    _parts: PartsMemory = field(default_factory=PartsMemory)
 
     def uniform(self) -> Uniform:
         degrees = self._degrees()
@@ -211,7 +212,7 @@ class _Near:
         """Whether each dim that tensor parallelism shards divides, but for padded vocabularies."""
         if ways not in self._tensor:
             sharded = tensor_dims(self.graph, ways) if ways > 1 else {}
-            padded = _vocabulary(self.graph)
+            padded = self._padded
             by_expert = sharded.items() & expert_dims(self.graph).items()
             self._tensor[ways] = ways == 1 or (
                 bool(sharded)
@@ -223,6 +224,17 @@ class _Near:
                 )
             )
         return self._tensor[ways]
+
+    @cached_property
+    def _padded(self) -> set[tuple[str, str]]:
+        """Operators and their dims that count the words of a vocabulary, which programs pad."""
+        return {
+            member
+            for name, dim in logical_dims(self.graph).items()
+            if name.split(".")[0] == "vocab"
+            for chain in dim.chains
+            for member in chain
+        }
 
     def _has_stages(self, count: int) -> bool:
         blocks = len(self._units) - 2
@@ -358,16 +370,15 @@ class _Near:
 
     def _apart(self, nearest: Plan) -> float:
         """Elements made by operators that the plan does otherwise."""
-        parts, total = PartsMemory(), 0.0
+        total = 0.0
         for operator, stage, _ in self._work():
             there = nearest.stages[nearest.stage_of[operator.name]]
             choices: list[Choice] = [
                 effective(self.graph, operator, s.choices[operator.name], s.mesh)
                 for s in (stage, there)
             ]
-            if parts.of(operator, choices[0].config, stage.mesh) != parts.of(
-                operator, choices[1].config, there.mesh
-            ):
+            ends = (choices[0].config, stage.mesh), (choices[1].config, there.mesh)
+            if not self._parts.are_alike(operator, *ends):
                 total += math.prod(shape_of(operator.outputs[0].layout, operator.sizes))
         return total
 
@@ -381,18 +392,6 @@ def _weight_ways(operator: Operator, stage: Stage) -> int:
         for p, size in zip(config, stage.mesh.shape, strict=True)
         if isinstance(p, Shard) and p.dim in own
     )
-
-
-def _vocabulary(graph: OperatorGraph) -> set[tuple[str, str]]:
-    """Operators and their dims that count the words of a vocabulary, which programs pad."""
-    dims = logical_dims(graph)
-    return {
-        member
-        for name, dim in dims.items()
-        if name.split(".")[0] == "vocab"
-        for chain in dim.chains
-        for member in chain
-    }
 
 
 def _expert_ways(graph: OperatorGraph, choices: Choices, shape: tuple[int, ...]) -> int:
