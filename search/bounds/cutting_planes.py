@@ -36,12 +36,12 @@ whole. Choices met on the way are plans too, and often good ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass
 
 import numpy as np
 import scipy
 
+from stratagem.searcher.bounds.multipliers import Multipliers, scaled
 from stratagem.searcher.bounds.spanning_forest import Pair, minimise_forest, spanning_forest
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.linear_measures import (
@@ -93,6 +93,7 @@ def lower_bound(
     rounds: int = 20,
     tolerance: float = 0.005,
     target: float = np.inf,
+    least: float = 0.0,
     memory: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> Bound:
@@ -119,6 +120,8 @@ def lower_bound(
         rounds: how many cutting planes at most.
         tolerance: relative gap to the best plan met at which it stops.
         target: seconds; it stops as soon as the bound is above.
+        least: seconds below which a bound is of no use; it stops where none that is made of the
+            paths, loads and moments known can be above, and the last round found no others.
         memory: False bounds plans that do not fit, too, and plans that recompute more: that only
             adds tasks and time.
         check: called before every round; what it raises ends the work.
@@ -135,7 +138,8 @@ def lower_bound(
 
     def is_done() -> bool:
         best = min(relaxation.score * (1.0 - tolerance), target)
-        return relaxation.seconds >= best or relaxation.has_converged
+        ended = relaxation.has_converged or relaxation.limit < least
+        return relaxation.seconds >= best or ended
 
     while number < rounds and not is_done():
         check()
@@ -195,31 +199,6 @@ class _MacroPath:
     sends: LinearMeasure
 
 
-@dataclass(eq=False)
-class _Multipliers:
-    """y by (stage, kind, measure), μ by path, ν by moment (ns)."""
-
-    block: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    path: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)
-
-    def toward(self, other: _Multipliers, step: float) -> _Multipliers:
-        """The same conditions hold for every mean of two."""
-        keys = self.block.keys() | other.block.keys()
-
-        def mean(a: float, b: float) -> float:
-            return (1.0 - step) * a + step * b
-
-        def padded(ours: list[float], theirs: list[float]) -> list[float]:
-            return [mean(a, b) for a, b in zip_longest(ours, theirs, fillvalue=0.0)]
-
-        return _Multipliers(
-            {k: mean(self.block.get(k, 0.0), other.block.get(k, 0.0)) for k in sorted(keys)},
-            padded(self.path, other.path),
-            padded(self.memory, other.memory),
-        )
-
-
 class _Relaxation:
     """The measures, the columns met so far, and the best bound."""
 
@@ -228,6 +207,7 @@ class _Relaxation:
         self.seconds, self.score = 0.0, np.inf
         self.choice = np.zeros(len(problem.choices), dtype=np.int64)
         self.has_converged = False
+        self.limit = np.inf
         played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
         self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
         self._measures = {
@@ -242,7 +222,7 @@ class _Relaxation:
         self._crossings = _sure_crossings(problem)
         self._tensors = _tensor_lookups(problem)
         self._rank_of = problem.ranks[0].argmax(axis=0).tolist()
-        self._best: _Multipliers | None = None
+        self._best: Multipliers | None = None
         self._forest: tuple[Pair, ...] = ()
         stages = problem.num_stages
         self._block_ns = np.zeros((SEND, stages), dtype=np.int64)
@@ -301,10 +281,13 @@ class _Relaxation:
 
     def _learn_path(self, key: tuple[int, int], choice: Ints) -> None:
         block, known = self._blocks[key], self._measures[key]
-        path = block.longest_path(choice)
         paths = [measure.rows for measure in known if measure.rows is not None]
-        if len(paths) < MAX_PATHS and not any(np.array_equal(path[0], p) for p in paths):
-            known.append(_block_measure(block, path))
+        if len(paths) >= MAX_PATHS:
+            return
+        path = block.longest_path(choice)
+        rows = block.rows_of(path)
+        if not any(np.array_equal(rows, p) for p in paths):
+            known.append(_block_measure(block, (rows, block.counted(path))))
 
     def _learn_moments(self, choice: Ints) -> None:
         """The moments at which ranks are over their memory."""
@@ -410,7 +393,7 @@ class _Relaxation:
 
     def _least_memory(self, weights: dict[int, float]) -> float:
         """At most the least of a sum of moments, over all choices; learns those that reach it."""
-        at = _Multipliers(memory=[weights.get(k, 0.0) for k in range(len(self._moments))])
+        at = Multipliers(memory=[weights.get(k, 0.0) for k in range(len(self._moments))])
         value, choice = minimise_forest(*self._tables.combine(self._weights(at)), self._forest)
         self.learn(choice, paths=False)
         return value
@@ -425,14 +408,14 @@ class _Relaxation:
         self._best = None
         self._try(start)
 
-    def _heaviest_forest(self, at: _Multipliers) -> tuple[Pair, ...]:
+    def _heaviest_forest(self, at: Multipliers) -> tuple[Pair, ...]:
         """The pairs that cost most on average at some multipliers."""
         _, pairs = self._tables.combine(self._weights(at))
         heavy = {pair: float(matrix.mean()) for pair, matrix in pairs.items()}
         light = {pair: 0.0 for pair in self._tables.pairs if pair not in heavy}
         return spanning_forest(len(self.problem.choices), {**light, **heavy})
 
-    def _span_anew(self, at: _Multipliers, known: float) -> None:
+    def _span_anew(self, at: Multipliers, known: float) -> None:
         """Choose the pairs by other multipliers, if what they bound with these grows so.
 
         A poor plan has pairs on its longest paths that cost little under good multipliers, and
@@ -444,7 +427,12 @@ class _Relaxation:
             self._forest = forest
 
     def round(self) -> None:
-        """Solve the linear program over the columns, and ask the dynamic program."""
+        """Solve the linear program over the columns, and ask the dynamic program.
+
+        Its optimum is above what any multipliers of the measures known come to, as it knows of
+        some choices only: `limit`, where the round finds no more measures.
+        """
+        known = self._num_measures
         proposed = self._solve_master()
         assert self._best is not None
         before = self.seconds
@@ -455,6 +443,12 @@ class _Relaxation:
                 self._span_anew(proposed, found)
         limit = self._master_value
         self.has_converged = self.seconds >= limit * (1.0 - 1e-3)
+        self.limit = limit if self._num_measures == known else np.inf
+
+    @property
+    def _num_measures(self) -> int:
+        measures = sum(map(len, self._measures.values()))
+        return measures + len(self._paths) + len(self._moments)
 
     def binding(self) -> tuple[tuple[str, float], ...]:
         """What the best bound is made of."""
@@ -470,9 +464,9 @@ class _Relaxation:
         ordered = sorted(shares.items(), key=lambda pair: -pair[1])
         return tuple((name, value / total) for name, value in ordered if value > 0)
 
-    def _start(self) -> _Multipliers:
+    def _start(self) -> Multipliers:
         """All on the path that is longest under the plan given."""
-        found = _Multipliers({}, [1.0], [0.0] * len(self._moments))
+        found = Multipliers({}, [1.0], [0.0] * len(self._moments))
         for key, times in self._paths[0].times.items():
             path = next(q for q, m in enumerate(self._measures[key]) if m.rows is not None)
             found.block[*key, path] = float(times)
@@ -486,7 +480,7 @@ class _Relaxation:
         ]
         return [*parts, self._crossings[0], self._tensors]
 
-    def _weights(self, at: _Multipliers) -> list[Floats]:
+    def _weights(self, at: Multipliers) -> list[Floats]:
         """Weights of the rows of `_parts`."""
         weights: list[Floats] = []
         for key, block in self._blocks.items():
@@ -504,7 +498,7 @@ class _Relaxation:
             nbytes[moment.rows] += nu * moment.share.weights
         return [*weights, sends, nbytes]
 
-    def _try(self, at: _Multipliers) -> float:
+    def _try(self, at: Multipliers) -> float:
         """The bound at some multipliers, in s; the choices that reach it are learnt from."""
         nodes, pairs = self._tables.combine(self._weights(at))
         value, choice = minimise_forest(nodes, pairs, self._forest)
@@ -514,7 +508,7 @@ class _Relaxation:
         self.learn(choice)
         return seconds
 
-    def _solve_master(self) -> _Multipliers:
+    def _solve_master(self) -> Multipliers:
         """Multipliers that are best against all choices met so far."""
         on_paths = sorted({key for path in self._paths for key in path.times})
         names = [(*key, q) for key in on_paths for q in range(len(self._measures[key]))]
@@ -550,7 +544,9 @@ class _Relaxation:
         x = np.maximum(solved.x[: len(values)], 0.0)
         self._master_value = -float(solved.fun) * scale * 1e-9
         y, mu, nu = x[: len(names)], x[paths], x[paths.stop :] * scale
-        return _scaled(dict(zip(names, y.tolist(), strict=True)), mu, nu, self._paths)
+        return scaled(
+            dict(zip(names, y.tolist(), strict=True)), mu, nu, [p.times for p in self._paths]
+        )
 
 
 def _cuts(
@@ -563,28 +559,6 @@ def _cuts(
     cuts[:, mine] = rows
     cuts[:, len(values) + parts.index(part)] = 1.0
     return cuts.tocsr()
-
-
-def _scaled(
-    y: dict[tuple[int, int, int], float],
-    mu: Floats,
-    nu: Floats,
-    paths: Sequence[_MacroPath],
-) -> _Multipliers:
-    """Multipliers that meet the conditions exactly, whatever a solver's tolerance left."""
-    mu = mu / mu.sum()
-    wanted: dict[tuple[int, int], float] = {}
-    for share, path in zip(mu.tolist(), paths, strict=True):
-        for key, times in path.times.items():
-            wanted[key] = wanted.get(key, 0.0) + share * times
-    sums: dict[tuple[int, int], float] = {}
-    for name, value in y.items():
-        sums[name[:2]] = sums.get(name[:2], 0.0) + value
-    block = {
-        name: value * (wanted[name[:2]] / sums[name[:2]]) if sums[name[:2]] > 0 else 0.0
-        for name, value in y.items()
-    }
-    return _Multipliers(block, mu.tolist(), nu.tolist())
 
 
 def _sure_crossings(problem: Problem) -> tuple[Lookups, Ints, Ints]:

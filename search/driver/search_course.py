@@ -252,10 +252,10 @@ class SearchCourse:
         return self.incumbent.time * (1 - self.budget.gap)
 
     def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason:
-        """Search by few evaluations, as little can be gained, where that is one an operator."""
+        """Search by few evaluations, one an operator; what just joined the list is bounded."""
         few = [e for e in known if e.num_passes <= NEAR_WORK / self.space.num_operators]
         weak = [e for e in known if e not in few and e.bound < self._enough]
-        self._bound_entries(weak, self._shares.is_up)  # They may have joined the list just now.
+        self._bound_entries(weak, self._shares.is_up, self._enough, self._enough)
         ended = self._search_all(few, work=NEAR_WORK)
         return ended or (StopReason.NEAR if self._is_near_enough() else self._reason())
 
@@ -531,24 +531,22 @@ class SearchCourse:
                 return 0
             listed = first_policies(weak)[: min(ROUND, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
-            done = self._bound_entries(listed, stop)
+            done = self._bound_entries(listed, stop, self._enough)
             left, work_left = left - len(done), work_left - sum(done)
             if len(done) < len(listed):
                 return left
         return 0
 
     def _bound_entries(
-        self, entries: Sequence[SkeletonEntry], stop: Callable[[], bool]
+        self, entries: Sequence[SkeletonEntry], stop: Callable[[], bool], *asked: float
     ) -> list[float]:
-        """Sharpen bounds of skeletons, or enumerate them, until it is time to stop.
+        """Sharpen bounds, as `asked` of `Sharpener.sharpen`, or enumerate, until time is up.
 
         Returns:
             How much work each was that was done.
         """
-        best = self.incumbent.time
-        parts = [
-            self._workers.part(Sharpener.sharpen, self._known(entry), best) for entry in entries
-        ]
+        part, job, best = self._workers.part, Sharpener.sharpen, self.incumbent.time
+        parts = [part(job, self._known(entry), best, *asked) for entry in entries]
         done: list[float] = []
         for entry, found in zip(entries, self._workers.results(parts, stop), strict=False):
             self._learn(entry, found)

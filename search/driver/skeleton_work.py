@@ -104,7 +104,9 @@ class Sharpener:
         """A quick look at each skeleton."""
         return self._quick.look(skeletons)
 
-    def sharpen(self, known: Known, best: float) -> Sharpened:
+    def sharpen(
+        self, known: Known, best: float, least: float = 0.0, enough: float = np.inf
+    ) -> Sharpened:
         """Sharpen the bound of a skeleton, or enumerate it.
 
         What only saves memory adds tasks and multiplies choices, so without memory it is left out
@@ -113,6 +115,10 @@ class Sharpener:
         Args:
             known: the skeleton and what is known of it.
             best: seconds of the best plan known of all; a bound above need not be sharper.
+            least: seconds that a bound is to come to, where that is less than `best`: one without
+                memory that cannot is left, and one with memory is tried.
+            enough: seconds at which a bound without memory will do, whatever plans one with memory
+                would meet.
         """
         work, bound, shared = 0.0, known.bound, None
         left_out = ""
@@ -121,8 +127,9 @@ class Sharpener:
             if without != self._options and np.isfinite(best):
                 lean, _ = self.problem(known, without)
                 work += work_of(lean)
-                bound, shared = self.without_memory(lean, known, best)
-                if bound >= best:
+                least = least if least < best else 0.0
+                bound, shared = self.without_memory(lean, known, best, least)
+                if bound >= min(best, enough):
                     return Sharpened(Fate.BOUNDED, bound, shared, work=work)
             problem, left_out = self.problem(known)
         except NoChoiceError as error:
@@ -209,18 +216,22 @@ class Sharpener:
             why="" if np.isfinite(met.seconds) else "no plan of it fits the memory",
         )
 
-    def without_memory(self, problem: Problem, known: Known, best: float) -> tuple[float, float]:
+    def without_memory(
+        self, problem: Problem, known: Known, best: float, least: float = 0.0
+    ) -> tuple[float, float]:
         """Bound a skeleton whatever its memory: its bound, and that of policies that do more.
 
         This takes half the time, and as a rule it excludes the skeleton.
         """
         if np.isinf(best):
             return known.bound, 0.0
-        seconds = self._lower_bound(problem, known, best, memory=False).seconds
+        seconds = self._lower_bound(problem, known, best, least, memory=False).seconds
         shared = seconds if known.skeleton.recompute == self._policies[0] else 0.0
         return max(known.bound, seconds), shared
 
-    def _lower_bound(self, problem: Problem, known: Known, best: float, *, memory: bool) -> Bound:
+    def _lower_bound(
+        self, problem: Problem, known: Known, best: float, least: float = 0.0, *, memory: bool
+    ) -> Bound:
         first = np.zeros(len(problem.choices), dtype=np.int64)
         if known.start:
             first = problem.encode(known.start)
@@ -229,6 +240,7 @@ class Sharpener:
             first,
             rounds=BOUND_ROUNDS,
             target=best,
+            least=least,
             memory=memory,
             check=self.situation.clock.check,
         )

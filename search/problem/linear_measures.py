@@ -151,23 +151,27 @@ class BlockLookups:
     def _again(self) -> SureWaits:
         return sure_waits(self.problem.tables[self.stage], self.block)
 
-    def longest_path(self, choice: Ints) -> tuple[Ints, Floats]:
-        """The path that takes longest under `choice`, resources apart.
-
-        Returns:
-            Its positions in `tasks`, and what share of each counts under all choices. A conversion
-            that another reader makes still keeps its own waiting as long, from the same tensor
-            on; but it counts once where the path goes through that of another reader, too.
-        """
+    def longest_path(self, choice: Ints) -> Ints:
+        """The tasks of the path that takes longest under `choice`, resources apart, in order."""
         stage = self.problem.stage_blocks[self.stage]
         durations, again = np.zeros(len(self._base)), self._again
         shut = stage.sharing.shut(self.block.gate[self.tasks], choice)
         durations[self.tasks] = np.where(shut, 0, self.lookups().values(choice))
         durations[again.is_doubtful] = 0.0
-        path = longest_path(again.successor_offsets, again.successors, durations)
-        rows = np.flatnonzero(np.isin(self.tasks, path))
+        return longest_path(again.successor_offsets, again.successors, durations)
+
+    def rows_of(self, path: Ints) -> Ints:
+        """The positions in `tasks` of those of a path."""
+        return np.flatnonzero(np.isin(self.tasks, path))
+
+    def counted(self, path: Ints) -> Floats:
+        """What share of each of `rows_of` a path counts under all choices.
+
+        A conversion that another reader makes still keeps its own waiting as long, from the same
+        tensor on; but it counts once where the path goes through that of another reader, too.
+        """
         counts = dict(zip(path.tolist(), self._counting(path.tolist()), strict=True))
-        return rows, np.array([counts[task] for task in self.tasks[rows].tolist()])
+        return np.array([counts[task] for task in self.tasks[self.rows_of(path)].tolist()])
 
     def _counting(self, path: Sequence[int]) -> list[float]:
         """Whether each task of a path counts whoever makes what its edge may share."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -215,6 +216,25 @@ def test_the_bound_is_close_on_a_transformer_under_pipelining() -> None:
     bound = lower_bound(problem, start_of(problem))
     assert 0.7 * bound.score < bound.seconds <= bound.score
     assert sum(share for _, share in bound.binding) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("gib", [None, 0.035])
+def test_what_no_bound_can_reach_is_given_up_early_and_holds_all_the_same(
+    gib: float | None,
+) -> None:
+    graph = mlp([2048, 512, 2048], batch=64)
+    cluster = tiny_cluster(4, nodes=2, gb_s=5.0, gib=gib)
+    skeleton: Skeleton = next(skeletons(graph, cluster))
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))
+    best = best_by_enumeration(problem)
+    assert np.isfinite(best)
+    bound = partial(lower_bound, problem, start_of(problem), rounds=30, tolerance=0.0)
+    whole = bound()
+    assert whole.rounds > 2  # else this shows nothing
+    above, under = bound(least=1.5 * best), bound(least=0.99 * whole.seconds)
+    assert above.rounds < whole.rounds
+    assert 0 < above.seconds <= best * (1 + 1e-9)
+    assert 0.99 * whole.seconds <= under.seconds <= best * (1 + 1e-9)
 
 
 def test_a_target_stops_early() -> None:

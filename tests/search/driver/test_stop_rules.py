@@ -13,10 +13,18 @@ from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.skeleton_work import Sharpener
+from stratagem.searcher.improvement.outcomes import Known
 from stratagem.searcher.robustness.robust_choice import TELLS_APART
+from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.skeletons import Options, skeletons
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256] * 5, batch=64)
@@ -172,3 +180,28 @@ def test_a_known_plan_that_joins_the_list_late_is_bounded_too(
     assert result.stop_reason is StopReason.NEAR
     assert result.gap is not None
     assert result.gap <= 0.0102
+
+
+def test_bounds_are_not_sharpened_beyond_what_is_asked_for() -> None:
+    """With memory, which is of no use where the bound without says enough."""
+    graph = gpt(num_layers=2, hidden=1024, num_heads=8, sequence=256, vocabulary=4096, batch=16)
+    cluster = Cluster.preset("dgx-a100", num_nodes=2)
+    situation = Situation(graph, cluster, Training("bfloat16"), default_costs())
+    bound = Constraints().bind(graph)
+    sharpener = Sharpener(situation, Options(), (0, 1, 2, 3), bound, ("none",), seed=0)
+    skeleton = next(skeletons(graph, cluster))
+    start = data_parallel(graph.microbatch(skeleton.num_microbatches), skeleton.meshes[0].shape)
+    best = situation.simulate(situation.plan(skeleton, start, name="x")).step_time
+    known = Known(skeleton, 0.0, start)
+    whole = sharpener.sharpen(known, best)
+    assert whole.met is not None
+    assert 0 < whole.shared < best  # else this shows nothing
+    asked = 0.99 * whole.shared
+    little = sharpener.sharpen(known, best, asked, asked)
+    assert little.met is None
+    assert asked <= little.bound == little.shared <= best
+    # Plans are met with memory, where more is to be done than to prove a gap.
+    for least, enough in ((asked, inf), (0.5 * (whole.shared + best),) * 2):
+        much = sharpener.sharpen(known, best, least, enough)
+        assert much.met is not None
+        assert much.bound == pytest.approx(whole.bound)
