@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from typing import NamedTuple
 
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -90,17 +91,34 @@ def run_again(
         may: those of them that some choice recomputes.
     """
     inside, may, found = set(inside), set(may), set[int]()
+    known: dict[int, _Dropped] = graph.derived.setdefault(run_again, {})
     for i in sorted(may, reverse=True):
-        operator = graph.operators[i]
-        keeps_own = role_of(operator) is OperatorRole.LOSS or any(saved_inside(operator))
-        read = [e for e in _dropped_reads(graph, i) if e.consumer in inside]
-        if (
-            keeps_own
-            or saves_output(operator)
-            or any(e.consumer in found or _is_saved(graph, e) for e in read)
+        dropped = known.get(i)
+        if dropped is None:
+            dropped = known[i] = _dropped(graph, i)
+        if dropped.keeps or any(
+            reader in found or is_saved for reader, is_saved in dropped.reads if reader in inside
         ):
             found.add(i)
     return frozenset(found)
+
+
+class _Dropped(NamedTuple):
+    """What a stage needs of an operator whose results it drops, wherever its ends are.
+
+    `keeps` says whether its own backward pass needs what it made, `reads` who reads a dropped
+    result and whether backward of that reader needs it.
+    """
+
+    keeps: bool
+    reads: tuple[tuple[int, bool], ...]
+
+
+def _dropped(graph: OperatorGraph, i: int) -> _Dropped:
+    operator = graph.operators[i]
+    keeps_own = role_of(operator) is OperatorRole.LOSS or any(saved_inside(operator))
+    reads = tuple((edge.consumer, _is_saved(graph, edge)) for edge in _dropped_reads(graph, i))
+    return _Dropped(keeps_own or saves_output(operator), reads)
 
 
 def _dropped_reads(graph: OperatorGraph, i: int) -> list[Edge]:

@@ -58,15 +58,24 @@ class StageModel:
         builder: prices on the stage's mesh.
         table: of its operators.
         blocks: folded, all its devices as one.
-        tensors: what its devices keep in memory.
         split: the axes of its mesh that split its devices into cells (see `device_cells`).
+        priced: the pipeline that it is a stage of.
+        number: in that pipeline.
     """
 
     builder: TableBuilder
     table: CostTable
     blocks: StageBlocks
-    tensors: StageTensors
     split: tuple[int, ...]
+    priced: PricedPipeline
+    number: int
+
+    @cached_property
+    def tensors(self) -> StageTensors:
+        """What its devices keep in memory: of no use to whom only a step's time is asked."""
+        lifetimes = self.priced.lifetimes[self.number]
+        nbytes = lifetimes.bytes_under(self.priced.first)
+        return StageTensors(self.number, lifetimes, nbytes, self.priced.graph.names)
 
     @cached_property
     def cells(self) -> Cells:
@@ -275,10 +284,9 @@ def _mirrored_model(plan: Plan, graph: OperatorGraph, prices: Prices) -> PlanMod
 
 def _stage(priced: PricedPipeline, s: int) -> StageModel:
     """One stage of a pipeline whose operators have one choice each."""
-    table, lifetimes, only = priced.tables[s], priced.lifetimes[s], priced.first
-    tensors = StageTensors(s, lifetimes, lifetimes.bytes_under(only), priced.graph.names)
-    blocks = priced.blocks[s]
-    return StageModel(priced.builders[s], table, blocks, tensors, pinned_axes(table, only))
+    table = priced.tables[s]
+    split = pinned_axes(table, priced.first)
+    return StageModel(priced.builders[s], table, priced.blocks[s], split, priced, s)
 
 
 def _block_times(stage: StageModel) -> dict[int, Times]:
