@@ -159,8 +159,9 @@ class SearchCourse:
         space.unlisted_bound = 0.0
         # What may end the search before stages are planned is known first.
         ahead: Sequence[Candidate] | None = [] if self.budget.gap else None
-        self.report("simulating baselines", 0.0)
-        with self.known_strategies.simulated(schedules[0], baselines, self._workers):
+        show = partial(self.report, "simulating baselines", 0.0)
+        show()
+        with self.known_strategies.simulated(schedules[0], baselines, self._workers, show):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
             looks = self._looks(groups)
@@ -168,7 +169,7 @@ class SearchCourse:
             # Before bounds take what time there is.
             early = None if self.budget.seconds is None else space.simulated(stages, offer)
             self.report("bounding skeletons", 0.1)
-            space.look_at(groups, [part.result() for part in looks])
+            space.look_at(groups, self.known_strategies.meanwhile(looks))
             if not space.situation.clock.is_brief:
                 space.bound_pipelines()
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
@@ -580,7 +581,7 @@ class SearchCourse:
         self._fraction = max(self._fraction, fraction)
         if now >= self._bounded_at + BOUNDED_EVERY:
             self._bound, self._bounded_at = self.space.known_bound(self.incumbent.time), now
-        best = self.incumbent.time if best is None else best
+        best = min(self.known_strategies.shown, self.incumbent.time if best is None else best)
         self._show(SearchProgress(phase, self._fraction, best, min(self._bound, best)))
 
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
@@ -23,6 +24,8 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import USUAL_TRIES
 from stratagem.simulator.sharding.choice_options import as_tried, tries_of
 from stratagem.simulator.simulation.simulation import Simulation
+
+Result = TypeVar("Result")
 
 
 def entry_of(
@@ -114,12 +117,16 @@ class KnownStrategies:
     Attributes:
         baselines: what was simulated until now, by name.
         left_out: methods that were asked for and gave nothing, and why.
+        shown: seconds of a step that was shown before its plan is taken; infinite without.
     """
 
     def __init__(self, space: Space, incumbent: Incumbent, sharpener: Sharpener) -> None:
         self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
         self.baselines: dict[str, Simulation] = {}
         self.left_out: dict[str, str] = {}
+        self.shown = math.inf
+        self._unseen: dict[str, WorkPart[Proposed]] = {}
+        self._show: Callable[[], None] = lambda: None
         self._admitted: list[Simulation] = []
 
     def first(self, schedule: str, methods: Sequence[str]) -> bool:
@@ -132,22 +139,60 @@ class KnownStrategies:
 
     @contextmanager
     def simulated(
-        self, schedule: str, methods: Sequence[str], workers: Workers[Sharpener]
+        self,
+        schedule: str,
+        methods: Sequence[str],
+        workers: Workers[Sharpener],
+        show: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Simulate baselines, by others while this process does what is inside if there are any.
 
         They are taken after that. Where it is interrupted, those are that were simulated by then.
+
+        Args:
+            schedule: of pipelines.
+            methods: of the literature. The first has many setups, of which one is near the best
+                as a rule: without a limit of time it is simulated before all else, and shown.
+            workers: share the work.
+            show: called when there is something to be `shown`.
         """
         names = baseline_names(self._space.situation, schedule, methods)
         parts = {name: workers.part(propose, name, schedule, tuple(methods)) for name in names}
-        if workers.is_alone:
-            self._take_all(parts)
+        self._unseen, self._show = dict(parts), show
         try:
+            for name in methods[:1]:
+                if math.isinf(self._space.situation.clock.until):
+                    parts[name].result()
+            self._show_done()
+            if workers.is_alone:
+                self._take_all(parts)
             yield
         except (KeyboardInterrupt, OutOfTimeError):
             self._take_all({name: part for name, part in parts.items() if part.is_done})
             raise
         self._take_all(parts)
+
+    def meanwhile(self, parts: Iterable[WorkPart[Result]]) -> list[Result]:
+        """What other parts give; baselines that are simulated by then are shown."""
+        found: list[Result] = []
+        for part in parts:
+            found.append(part.result())
+            self._show_done()
+        return found
+
+    def _show_done(self) -> None:
+        """Show what plans take that are done, and may be given, where time has no limit."""
+        situation, admits = self._space.situation, self._incumbent.admits
+        done = [name for name, part in self._unseen.items() if part.is_done]
+        for name in done if math.isinf(situation.clock.until) else ():
+            plan = self._unseen.pop(name).result().plan
+            if plan is None:
+                continue
+            found = situation.simulate(plan)
+            given = found if admits(found) else self._as_options_say(plan)
+            if given is not None and admits(given) and given.step_time < self.shown:
+                self.shown = given.step_time
+                self._show()
 
     def entries(self, slack: float) -> list[SkeletonEntry]:
         """The skeletons of the baselines that the search may choose for, the best plan's first.
@@ -180,20 +225,20 @@ class KnownStrategies:
             self.baselines[name] = found
             if self._incumbent.offer(found):
                 self._admitted.append(found)
-            elif not self._incumbent.is_option(plan) and not self._why_not(plan):
-                self._take_as_options_say(plan)
+            elif (alike := self._as_options_say(plan)) and self._incumbent.offer(alike):
+                self._admitted.append(alike)
 
     def _why_not(self, plan: Plan) -> str:
         return not_chosen_for(plan, self._space.situation.graph.fingerprint)
 
-    def _take_as_options_say(self, plan: Plan) -> None:
-        """Begin from a baseline that does what the options do not allow, without that."""
+    def _as_options_say(self, plan: Plan) -> Simulation | None:
+        """A baseline that does what the options do not allow, without that; None if it is none."""
+        if self._incumbent.is_option(plan) or self._why_not(plan):
+            return None
         try:
-            found = self._space.situation.simulate(_as_options_say(plan, self._space), always=True)
+            return self._space.situation.simulate(_as_options_say(plan, self._space), always=True)
         except ValueError:
-            return
-        if self._incumbent.offer(found):
-            self._admitted.append(found)
+            return None
 
 
 class Proposed(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
-from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search import QUICK_METHODS, search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Known
 from stratagem.searcher.robustness.robust_choice import TELLS_APART
@@ -180,6 +180,24 @@ def test_a_known_plan_that_joins_the_list_late_is_bounded_too(
     assert result.stop_reason is StopReason.NEAR
     assert result.gap is not None
     assert result.gap <= 0.0102
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_the_first_method_takes_is_shown_before_skeletons_are_listed(
+    num_threads: int,
+) -> None:
+    """Nothing was shown of GPT-3 for ten seconds, until all baselines were simulated."""
+    graph = gpt(num_layers=12, hidden=256, num_heads=4, vocabulary=512, sequence=64, batch=16)
+    told: list[SearchProgress] = []
+    result = search(
+        graph, CLUSTER, budget=Budget(gap=0.9), num_threads=num_threads, progress=told.append
+    )
+    listing = next(k for k, each in enumerate(told) if each.phase == "listing skeletons")
+    shown = [each.best for each in told[:listing] if each.best < inf]
+    assert shown
+    assert shown[-1] <= result.baselines[QUICK_METHODS[0]].step_time
+    # What was shown is not forgotten until its plan is taken.
+    assert all(each.best <= shown[-1] for each in told[listing:])
 
 
 def test_bounds_are_not_sharpened_beyond_what_is_asked_for() -> None:
