@@ -11,8 +11,10 @@ bounds then: ``NUMBA_BOUNDSCHECK=1`` makes it an `IndexError`.
 from __future__ import annotations
 
 import hashlib
+import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -104,6 +106,19 @@ class KernelCache(FunctionCache):
         parts = [Path(__file__).read_bytes()]
         _describe(self._py_func, set(), parts)
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled; None where nothing was, or by code that named what is no more.
+
+        numba reads its list of what was compiled before it sees that the source is another. Types
+        of arguments stand in there, and a class that was renamed could not be found.
+        """
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+            with suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
+            return None
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         return (*super()._index_key(sig, codegen), self.fingerprint)  # type: ignore[no-untyped-call]

@@ -134,6 +134,41 @@ def test_what_was_compiled_is_used_again_unless_something_of_it_changed(tmp_path
     assert run(times=3, added=20) == ["63", "1"]
 
 
+RENAMED = """
+from typing import NamedTuple
+from stratagem.simulator.base.compiling import kernel
+
+class {name}(NamedTuple):
+    x: int
+
+@kernel(cache=True)
+def doubled(pair):
+    return 2 * pair.x
+
+print(doubled({name}(4)), sum(doubled.stats.cache_hits.values()))
+"""
+
+
+def test_a_class_that_was_renamed_is_compiled_for_anew(tmp_path):
+    """What was compiled for the old name could not be read, and that ended every process."""
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def run(name):
+        (tmp_path / "renamed.py").write_text(RENAMED.format(name=name))
+        told = subprocess.run(
+            [sys.executable, "-c", "import renamed"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return told.stdout.split()
+
+    assert [run("Pair"), run("Pair")] == [["8", "0"], ["8", "1"]]
+    assert [run("Couple"), run("Couple")] == [["8", "0"], ["8", "1"]]
+
+
 def test_names_of_kernels_are_the_same_in_every_process():
     """An address in them would make every process compile anew."""
     code = "from stratagem.searcher.annealing._chain_kernels import anneal;"
