@@ -159,8 +159,8 @@ class SearchCourse:
         space.unlisted_bound = 0.0
         # What may end the search before stages are planned is known first.
         ahead: Sequence[Candidate] | None = [] if self.budget.gap else None
-        show = partial(self.report, "simulating baselines", 0.0)
-        show()
+        self.report("simulating baselines", 0.0)
+        show = partial(self.report, "simulating more baselines", 0.01)
         with self.known_strategies.simulated(schedules[0], baselines, self._workers, show):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
