@@ -32,6 +32,7 @@ from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
@@ -410,11 +411,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(
-    case: Case, folder: Path, plan: Plan, model: str = "gpt", **options: float
+    case: Case,
+    folder: Path,
+    plan: Plan,
+    model: str = "gpt",
+    *,
+    steps: int = 1,
+    warmup: int = 0,
+    timeout: float = 600.0,
 ) -> ExecutionResult:
-    plan.save(folder / "plan.json")
-    spec = f"launched_model:{model}"
-    return launch(folder / "plan.json", spec, check=True, folder=folder, **options)  # type: ignore
+    path = folder / "plan.json"
+    plan.save(path)
+    request = RunRequest(
+        plan=path, model=f"launched_model:{model}", steps=steps, warmup=warmup, check=True
+    )
+    return launch(request, timeout=timeout, folder=folder)
 
 
 PROCESSES: dict[str, tuple[Chooser, tuple[tuple[int, ...], ...]]] = {

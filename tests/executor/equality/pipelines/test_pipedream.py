@@ -32,6 +32,7 @@ from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import launch
+from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.running.torch_reference import first_scalar, gradient_errors, reference_of
 from stratagem.executor.training.learning_rates import TorchRate
 from stratagem.simulator.engine.event_engine import simulate
@@ -357,12 +358,17 @@ def test_processes_train_by_the_published_rule_and_checkpoints_need_no_older_wei
     case = make_case(model, x=torch.randn(8, 10), target=torch.randint(0, 7, (8,)))
     plan = stashing(case, sharding("sample"), (1,), (2,), num_microbatches=4, training=ADAM)
     plan.save(tmp_path / "plan.json")
-    given = {"folder": tmp_path, "checkpoint": tmp_path / "checkpoints"}
-    report = launch(tmp_path / "plan.json", "stashing_model:build", steps=2, **given)  # type: ignore[arg-type]
+    request = RunRequest(
+        plan=tmp_path / "plan.json",
+        model="stashing_model:build",
+        steps=2,
+        checkpoint=tmp_path / "checkpoints",
+    )
+    report = launch(request, folder=tmp_path)
     truth = Truth(case, plan, 3)
     assert report.losses == pytest.approx(truth.losses[:2], rel=TOLERANCE)
     resumed = execute(
-        plan, case.graph, model_state(model), case.batch, steps=3, resume=given["checkpoint"]
+        plan, case.graph, model_state(model), case.batch, steps=3, resume=request.checkpoint
     )
     assert resumed.losses == pytest.approx(truth.losses[2:], rel=TOLERANCE)
     truth.check(resumed.parameters)
