@@ -29,10 +29,10 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "src"
+SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
-MOST = 12
-"""Modules side by side in a room."""
+MOST, MOST_TESTS = 12, 14
+"""Modules side by side in a room, and files in a room of tests."""
 SAYS = ("In:", "Out:", "Imports:")
 """How the sentences of a room's docstring begin."""
 PACKAGES = {"search": "searcher"}
@@ -170,6 +170,10 @@ def complaints() -> Iterator[str]:
         if count > MOST:
             where = folder.relative_to(SOURCE)
             yield f"{where} has {count} modules side by side, and a room has at most {MOST}"
+    for folder, count in Counter(path.parent for path in TESTS.rglob("test_*.py")).items():
+        if count > MOST_TESTS:
+            where = folder.relative_to(ROOT)
+            yield f"{where} has {count} files of tests side by side, of at most {MOST_TESTS}"
     for name, path in known.items():
         if path.name == "__init__.py" and counts[path.parent] and name != "stratagem":
             words = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""

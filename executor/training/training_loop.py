@@ -99,8 +99,12 @@ class RunSettings:
 
     def with_rate(self, rate: Rate) -> RunOptions:
         """How a run goes with these settings and a learning rate."""
-        settings = {each.name: getattr(self, each.name) for each in fields(RunSettings)}
-        return RunOptions(**settings, rate=rate)
+        return RunOptions(**self._by_name, rate=rate)
+
+    @property
+    def _by_name(self) -> dict[str, Any]:
+        """Every setting, without what a kind of them adds."""
+        return {each.name: getattr(self, each.name) for each in fields(RunSettings)}
 
     def to_json(self) -> str:
         """As text, of which `from_json` makes it again.
@@ -164,7 +168,7 @@ class RunOptions(RunSettings):
     @property
     def settings(self) -> RunSettings:
         """All but the learning rate."""
-        return RunSettings(**{each.name: getattr(self, each.name) for each in fields(RunSettings)})
+        return RunSettings(**self._by_name)
 
 
 def _told(value: Any) -> str:
@@ -178,7 +182,9 @@ def _made(kind: type, value: Any) -> Any:
     """What a text means by it."""
     if kind is Path:
         return Path(value)
-    raise NotImplementedError(kind)
+    raise TypeError(
+        f"{value!r} is to be a {kind.__name__}, which no text says; say how in `_told`"
+    )
 
 
 def train(

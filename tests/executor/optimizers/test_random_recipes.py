@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 import stratagem as sg
 from stratagem.executor import execute, model_state
 from stratagem.simulator.kernel_times.training import Training
-from tests.executor.runs.test_recipes import STEPS, Build, assert_same, trained
+from tests.executor.optimizers.test_recipes import STEPS, Build, assert_same, trained
 from tests.support.plans import double, few, mlp_case, random_plan
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from stratagem.executor import execute, model_state
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.simulator.kernel_times.parameter_groups import literally
 from stratagem.simulator.kernel_times.training import Training
-from tests.executor.runs.test_recipes import STEPS, Build, assert_same, trained
+from tests.executor.optimizers.test_recipes import STEPS, Build, assert_same, trained
 from tests.support.plans import (
     crossed,
     double,
