@@ -17,7 +17,8 @@ own.) The same holds with weights μ. A rank runs
 its blocks in the order of its schedule, which is in the macro graph, so paths know of it. A
 block's makespan is at least the tasks along a path of *its* graph, less waits that only some plans
 have (`sure_waits`), and at least the busy time of each of its resources, which serve one task at a
-time: that is each f_bq, whatever overlaps.
+time: that is each f_bq, whatever overlaps; and so is a path that is left for what a resource has
+to do meanwhile (`block_measures`).
 (Readers of a tensor may have a conversion or a copy in common, which only one of n edges then has.
 As a load, and in memory, each counts with 1/n. On a path it counts once whoever has it, as all of
 them wait for it from the same tensor on.) So
@@ -41,11 +42,11 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
+from stratagem.searcher.bounds.block_measures import BlockMeasures, MeasureForm
 from stratagem.searcher.bounds.multipliers import Multipliers, scaled
 from stratagem.searcher.bounds.spanning_forest import Pair, minimise_forest, spanning_forest
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.linear_measures import (
-    PLAIN,
     BlockLookups,
     LinearMeasure,
     Lookups,
@@ -61,8 +62,10 @@ from stratagem.simulator.schedules.work_kinds import SEND
 
 GATE = 11
 """The gates of tensors in `Problem.tensors`."""
-MAX_PATHS = 6
-"""Paths that are kept of a block, and of the macro graph."""
+MAX_PATHS = 12
+"""Paths that are kept of the macro graph."""
+MOST_MEASURES = {MeasureForm.PATH: 12, MeasureForm.PASSAGE: 24}
+"""Measures that are kept of a block."""
 FIT_ROUNDS = 8
 """Cutting planes that are spent on proving that no plan fits."""
 STEP = 0.5
@@ -156,32 +159,6 @@ def lower_bound(
 
 
 @dataclass(frozen=True, eq=False)
-class _BlockMeasure:
-    """What a block takes at least: the tasks of a path, or (no `rows`) the load of a resource."""
-
-    ns: LinearMeasure
-    rows: Ints | None
-
-    @property
-    def resource(self) -> int:
-        """Whose load it is; `PLAIN` for tasks along a path."""
-        return self.ns.lookups.resource
-
-
-def _block_measure(
-    block: BlockLookups,
-    path: tuple[Ints, Floats] | None = None,
-    resource: int = PLAIN,
-) -> _BlockMeasure:
-    """Of a path its tasks as far as they count, of a resource what surely occupies it."""
-    found = block.lookups(resource)
-    if path is None:
-        return _BlockMeasure(LinearMeasure(found, block.share), None)
-    rows, counts = path
-    return _BlockMeasure(LinearMeasure(found.some(rows), counts), rows)
-
-
-@dataclass(frozen=True, eq=False)
 class _Moment:
     """The share of a rank's memory that tensors (rows of look-ups) take in a situation."""
 
@@ -210,12 +187,8 @@ class _Relaxation:
         self.limit = np.inf
         played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
         self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
-        self._measures = {
-            key: [
-                _block_measure(block, resource=r) for r in range(NUM_RESOURCES) if block.is_used(r)
-            ]
-            for key, block in self._blocks.items()
-        }
+        self._measured = {key: BlockMeasures(block) for key, block in self._blocks.items()}
+        self._measures = {key: block.loads() for key, block in self._measured.items()}
         self._paths: list[_MacroPath] = []
         self._moments: list[_Moment] = []
         self._met: list[Ints] = []
@@ -280,14 +253,16 @@ class _Relaxation:
         self._paths.append(_MacroPath(tasks.tobytes(), times, sends))
 
     def _learn_path(self, key: tuple[int, int], choice: Ints) -> None:
-        block, known = self._blocks[key], self._measures[key]
-        paths = [measure.rows for measure in known if measure.rows is not None]
-        if len(paths) >= MAX_PATHS:
+        known = self._measures[key]
+        left = {
+            form: most - sum(measure.form is form for measure in known)
+            for form, most in MOST_MEASURES.items()
+        }
+        if max(left.values()) <= 0:
             return
-        path = block.longest_path(choice)
-        rows = block.rows_of(path)
-        if not any(np.array_equal(rows, p) for p in paths):
-            known.append(_block_measure(block, (rows, block.counted(path))))
+        for found in self._measured[key].path_and_passage(choice):
+            if left[found.form] > 0 and not any(found.is_like(measure) for measure in known):
+                known.append(found)
 
     def _learn_moments(self, choice: Ints) -> None:
         """The moments at which ranks are over their memory."""
@@ -457,9 +432,10 @@ class _Relaxation:
         shares: dict[str, float] = {}
         names = {0: "computing", 1: "link in node", 2: "link between nodes", 3: "host"}
         for key, weight in self._best.block.items():
-            measure = self._measures[key[:2]][key[2]]
-            name = names.get(measure.resource, "chain of tasks")
-            shares[name] = shares.get(name, 0.0) + weight * measure.ns.value(self._met[-1])
+            found = self._measures[key[:2]][key[2]].by_resource(self._met[-1])
+            for resource, ns in found.items():
+                name = names.get(resource, "chain of tasks")
+                shares[name] = shares.get(name, 0.0) + weight * ns
         total = sum(shares.values()) or 1.0
         ordered = sorted(shares.items(), key=lambda pair: -pair[1])
         return tuple((name, value / total) for name, value in ordered if value > 0)
@@ -468,7 +444,7 @@ class _Relaxation:
         """All on the path that is longest under the plan given."""
         found = Multipliers({}, [1.0], [0.0] * len(self._moments))
         for key, times in self._paths[0].times.items():
-            path = next(q for q, m in enumerate(self._measures[key]) if m.rows is not None)
+            path = next(q for q, m in enumerate(self._measures[key]) if m.form is MeasureForm.PATH)
             found.block[*key, path] = float(times)
         return found
 
@@ -486,9 +462,9 @@ class _Relaxation:
         for key, block in self._blocks.items():
             mine = [np.zeros(len(block.tasks)) for _ in range(NUM_RESOURCES + 1)]
             for q, measure in enumerate(self._measures[key]):
-                chosen = slice(None) if measure.rows is None else measure.rows
                 weight = at.block.get((*key, q), 0.0)
-                mine[measure.resource][chosen] += weight * measure.ns.weights
+                for part in measure.parts:
+                    mine[part.resource][part.rows] += weight * part.weights
             weights += mine
         sends = np.zeros(len(self._crossings[1]))
         for mu, path in zip(at.path, self._paths, strict=False):
@@ -514,7 +490,7 @@ class _Relaxation:
         names = [(*key, q) for key in on_paths for q in range(len(self._measures[key]))]
         scale = max(self.score * 1e9, 1.0) if np.isfinite(self.score) else 1e9
         met, rank_of = self._met, self._rank_of
-        values = [-self._measures[i, k][q].ns.under(met) / scale for i, k, q in names]
+        values = [-self._measures[i, k][q].under(met) / scale for i, k, q in names]
         values += [-path.sends.under(met) / scale for path in self._paths]
         values += [1.0 - moment.share.under(met) for moment in self._moments]
         groups = [rank_of[i] for i, _, _ in names]

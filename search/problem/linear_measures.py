@@ -108,10 +108,11 @@ class BlockLookups:
     @cached_property
     def tasks(self) -> Ints:
         """The tasks that have anything to do under some choice."""
-        return np.flatnonzero(self._base > 0)
+        return np.flatnonzero(self.base_of_tasks > 0)
 
     @cached_property
-    def _base(self) -> Ints:
+    def base_of_tasks(self) -> Ints:
+        """Where the look-up of every task of the block begins, 0 of those that are always idle."""
         return self.block.bases(self.last)
 
     def lookups(self, resource: int = PLAIN) -> Lookups:
@@ -123,7 +124,7 @@ class BlockLookups:
         blocks = self.problem.stage_blocks[self.stage]
         return Lookups(
             blocks.pool_ns,
-            self._base[self.tasks],
+            self.base_of_tasks[self.tasks],
             self.block.first[self.tasks],
             self.block.stride[self.tasks],
             self.block.second[self.tasks],
@@ -145,16 +146,23 @@ class BlockLookups:
         """
         sharing = self.problem.stage_blocks[self.stage].sharing
         shares = 1.0 / sharing.share_of(self.block.gate[self.tasks])
-        return np.where(self._again.is_doubtful[self.tasks], 0.0, shares)
+        return np.where(self.waits.is_doubtful[self.tasks], 0.0, shares)
 
     @cached_property
-    def _again(self) -> SureWaits:
+    def is_shared(self) -> Flags:
+        """Of every task of the block, whether another reader of its tensor may make it."""
+        sharing = self.problem.stage_blocks[self.stage].sharing
+        return sharing.share_of(self.block.gate) > 1
+
+    @cached_property
+    def waits(self) -> SureWaits:
+        """The waits that are in every plan."""
         return sure_waits(self.problem.tables[self.stage], self.block)
 
     def longest_path(self, choice: Ints) -> Ints:
         """The tasks of the path that takes longest under `choice`, resources apart, in order."""
         stage = self.problem.stage_blocks[self.stage]
-        durations, again = np.zeros(len(self._base)), self._again
+        durations, again = np.zeros(len(self.base_of_tasks)), self.waits
         shut = stage.sharing.shut(self.block.gate[self.tasks], choice)
         durations[self.tasks] = np.where(shut, 0, self.lookups().values(choice))
         durations[again.is_doubtful] = 0.0
@@ -178,7 +186,7 @@ class BlockLookups:
         sharing = self.problem.stage_blocks[self.stage].sharing
         roles = [None, *(self.block.roles[task] for task in path), None]
         found: list[float] = []
-        doubtful = self._again.is_doubtful
+        doubtful = self.waits.is_doubtful
         for place, task in enumerate(path, start=1):
             gate, role = int(self.block.gate[task]), roles[place]
             before = roles[place - 1]
