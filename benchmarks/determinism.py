@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt
 from stratagem.simulator.graph.operator_graph import OperatorGraph

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.small_problems import SmallProblem, draw_problem
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.problem.exhaustive import exhaustive_plans
 from stratagem.searcher.space.constraints import Constraints

@@ -42,7 +42,8 @@ from typing import Any
 from unittest.mock import patch
 
 from stratagem.searcher.annealing.chains import AnnealingChain, run_chains
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.improvement import skeleton_choices
 from stratagem.searcher.methods.registry import METHODS

@@ -97,6 +97,7 @@ def lower_bound(
     tolerance: float = 0.005,
     target: float = np.inf,
     least: float = 0.0,
+    wanted: float = 0.0,
     memory: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> Bound:
@@ -125,6 +126,8 @@ def lower_bound(
         target: seconds; it stops as soon as the bound is above.
         least: seconds below which a bound is of no use; it stops where none that is made of the
             paths, loads and moments known can be above, and the last round found no others.
+        wanted: seconds that it is to come to: as long as it is below, and may come there, it takes
+            up to twice the rounds.
         memory: False bounds plans that do not fit, too, and plans that recompute more: that only
             adds tasks and time.
         check: called before every round; what it raises ends the work.
@@ -144,7 +147,11 @@ def lower_bound(
         ended = relaxation.has_converged or relaxation.limit < least
         return relaxation.seconds >= best or ended
 
-    while number < rounds and not is_done():
+    def may_go_on() -> bool:
+        short = relaxation.seconds < wanted <= relaxation.limit
+        return number < (2 * rounds if short else rounds)
+
+    while may_go_on() and not is_done():
         check()
         number += 1
         relaxation.round()

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.incumbent import TracePoint
-from stratagem.searcher.driver.result import Budget, StopReason
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import html
 import json
 import math
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from stratagem.searcher.driver.budget import StopReason
 from stratagem.searcher.driver.incumbent import FrontPoint, TracePoint
 from stratagem.searcher.driver.saved_result import (
     KeptDraws,
@@ -60,93 +60,6 @@ UNBOUNDED = {
 
 NOTHING_FITS_NOTE = "inter-operator program: nothing fits"
 """Under which the notes of a search say what is short of memory, and what would help."""
-
-LEAST_SEARCHED, SEARCHED_OPERATORS = 128_000, 6_400_000
-"""Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
-least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
-evaluated in microseconds: of two small transformers on two and four devices, chains of 8,000
-end 1.6 to 2.9 % above what nearly all of 32,000 come to, in 0.13 s each."""
-
-
-class StopReason(enum.Enum):
-    """Why a search ended, in a sentence for its user.
-
-    Where several graphs were searched, the first reason that holds for one holds for all.
-    """
-
-    INTERRUPTED = "it was interrupted; this is the best plan found until then"
-    SECONDS = "the time of the budget was spent"
-    EVALUATIONS = "all evaluations of the budget were spent"
-    NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
-    SETTLED = "the skeletons chosen were searched in full, the others bounded only"
-    LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
-    NEAR = "the gap that was asked for is proved: no plan of the space is better by more"
-    ALIKE = "what could still be gained is less than what predictions tell apart"
-    PROVED = "the lower bound proves that no plan of the space is better"
-    NOTHING_FITS = "no plan of the space was found to fit the memory"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much a search may spend: a number of plans to evaluate, and perhaps a time.
-
-    Each skeleton that is searched has up to 128,000 plans evaluated, even where its share of the
-    evaluations is less: of small models that takes half a second. With 0 none has.
-
-    Only a search whose time did not run out gives the same plan again.
-
-    Attributes:
-        evaluations: plans to evaluate.
-        seconds: wall time; None has no limit.
-        gap: share of a step: the search ends as soon as it is proved that no plan of the space
-            takes so much less than the best one found (`SearchResult.gap`), once choices were
-            made on the skeletons of the best known strategies. With 0.05 it ends where what could
-            be gained is less than predictions tell apart. With 0 it goes on.
-
-    Raises:
-        ValueError: on a negative number, or a gap of 1 or more.
-    """
-
-    evaluations: int = 40_000
-    seconds: float | None = None
-    gap: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
-            raise ValueError(
-                f"budget of {self.evaluations} evaluations and "
-                f"{'any number of' if self.seconds is None else self.seconds} seconds; "
-                f"evaluations must be at least 0 and seconds above 0"
-            )
-        if not 0 <= self.gap < 1:
-            raise ValueError(
-                f"budget: gap is {self.gap}; it is a share of the step, from 0 to below 1"
-            )
-
-    def least(self, num_operators: int) -> int:
-        """Evaluations of a skeleton that is searched, whatever its share of them is.
-
-        Example:
-            >>> [Budget(800).least(operators) for operators in (50, 500, 5000)]
-            [128000, 12800, 1280]
-        """
-        return min(LEAST_SEARCHED, SEARCHED_OPERATORS // num_operators) if self.evaluations else 0
-
-    def share(self, count: int, number: int, spent: float) -> Budget:
-        """The budget of one of `count` searches, after those before it took `spent` seconds.
-
-        A share of the evaluations, and of the seconds that are left; where none are, so few that
-        only what every search does first is done.
-
-        Example:
-            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
-            Budget(evaluations=333, seconds=25.0, gap=0.0)
-        """
-        seconds = self.seconds
-        if seconds is not None:
-            seconds = max((seconds - spent) / (count - number), 1e-9)
-        return Budget(self.evaluations // count, seconds, self.gap)
-
 
 RESULT_FORM = FileForm(version=1, remedy="search again", format="stratagem search result")
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.other_forms import (
@@ -17,7 +18,7 @@ from stratagem.searcher.driver.other_forms import (
     try_other_forms,
     without_their_share,
 )
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.driver.starting_plans import options_like
@@ -163,7 +164,7 @@ def search(
     _check_counts(num_skeletons, num_bounded, zero_stages, draws)
     if prefer not in PREFERENCES:
         raise unknown("preference", prefer, PREFERENCES)
-    spend, base = budget or Budget(gap=TELLS_APART), _training(training, start)
+    spend, base = budget or Budget(gap=TELLS_APART, is_of_listed=True), _training(training, start)
     begin = time.monotonic()
     if isinstance(schedule, str):
         schedule = (schedule,)
@@ -419,7 +420,8 @@ def _search_graph(
     given = best
     if reason is not StopReason.INTERRUPTED:
         try:
-            simple = _simplest(run, best, budget, bound if reason is StopReason.NEAR else None)
+            proved = {StopReason.NEAR: bound, StopReason.NEAR_LISTED: listed}.get(reason)
+            simple = _simplest(run, best, budget, proved)
         except KeyboardInterrupt:
             reason, simple = StopReason.INTERRUPTED, None
             interrupts.taken()

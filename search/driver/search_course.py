@@ -10,10 +10,11 @@ import numpy as np
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.quick_bounds import Look
+from stratagem.searcher.driver.budget import Budget, StopReason, StopRules
 from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
 from stratagem.searcher.driver.improver import Improver, affordable
 from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
-from stratagem.searcher.driver.result import NOTHING_FITS_NOTE, Budget, StopReason
+from stratagem.searcher.driver.result import NOTHING_FITS_NOTE
 from stratagem.searcher.driver.skeleton_entries import (
     SkeletonEntry,
     Space,
@@ -91,6 +92,7 @@ class SearchCourse:
         self.started = time.monotonic()
         self._shares = BudgetShares(self.started, budget.seconds)
         self.incumbent = Incumbent(space.constraints, space.options)
+        self._rules = StopRules(space, self.incumbent, budget, self._shares.is_up)
         self.trace: list[TracePoint] = []
         self.evaluations = 0
         self._bound, self._bounded_at = 0.0, -np.inf
@@ -176,11 +178,15 @@ class SearchCourse:
         own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
         if ahead is not None:
             self._list_idle()
-            if self._is_near_enough() or self._sharpen_few():
+            if self._rules.is_near() or self._sharpen_few():
                 known = begun_by(own, self.known_strategies.entries(NEARLY))
                 return self._end_near(known[:num_skeletons])
             stages, early = self._plan_stages(num_skeletons), None
         planned = space.take_all(space.simulated(stages, offer) if early is None else early)
+        if self._rules.is_near_listed():
+            known = first_policies(sorted([*planned, *own], key=lambda e: e.rank))
+            known = begun_by(known, self.known_strategies.entries(NEARLY))
+            return self._end_near(known[:num_skeletons])
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
         improver.begin_refining(
@@ -200,7 +206,7 @@ class SearchCourse:
         idle = improver.refine(idle, num_skeletons, self._shares.is_up)
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
         best_ranked = first_policies(sorted([*refined, *idle], key=lambda e: e.rank))
-        if self._is_near_enough():
+        if self._rules.is_near():
             return self._end_near(begun_by(own, best_ranked)[:num_skeletons])
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
@@ -217,7 +223,7 @@ class SearchCourse:
             self._shares.past(WALKED),
             self._spend,
         )
-        ended = self._search_all(begun_by(own, walked), self._is_near_enough)
+        ended = self._search_all(begun_by(own, walked), self._rules.is_near)
         if ended is not None:
             return ended
         self._search_nearly_as_good()
@@ -226,57 +232,36 @@ class SearchCourse:
         for turn in range(MOST_DESCENTS):
             found = improver.descend(self._shares.is_up, anew)
             left = max(0, left - self._bound_found(found, left))
-            if self._is_near_enough():
+            if self._rules.is_near():
                 return StopReason.NEAR
             is_better = self._search_found(found[:num_skeletons])
             if not is_better and not self._search_again(anew and least, turn):
                 break
         space.look_again()
         self._certify(left, work, self._shares.is_up)
-        return self._reason()
-
-    def _is_near_enough(self) -> bool:
-        """Whether the gap that the budget asks for is proved."""
-        best, asked = self.incumbent.time, self.budget.gap > 0
-        return bool(asked and np.isfinite(best) and self.space.known_bound(best) >= self._enough)
+        return self._rules.reason(self.evaluations)
 
     def _sharpen_few(self) -> bool:
         """Sharpen bounds until the gap asked for is proved, where few are short of it."""
-        weak = self.space.open_below(self._enough)
+        weak = self.space.open_below(self._rules.enough)
         if not self._is_small and len(first_policies(weak)) <= MOST_AHEAD:
-            self._certify(len(weak), np.inf, self._shares.past(SURVEYED))
-        return self._is_near_enough()
-
-    @property
-    def _enough(self) -> float:
-        """Seconds under which no plan may be for the gap asked for to be proved."""
-        return self.incumbent.time * (1 - self.budget.gap)
+            stop = self._shares.past(SURVEYED)
+            self._certify(len(weak), np.inf, stop)
+            # Those that were sharpened while the best plan was slower may have ended too early.
+            short = first_policies(self.space.bounded_below(self._rules.enough))
+            if len(short) <= ROUND:
+                self._bound_entries(short, stop, self._rules.enough)
+        return self._rules.is_near()
 
     def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason:
         """Search by few evaluations, one an operator; what just joined the list is bounded."""
         few = [e for e in known if e.num_passes <= NEAR_WORK / self.space.num_operators]
-        weak = [e for e in known if e not in few and e.bound < self._enough]
-        self._bound_entries(weak, self._shares.is_up, self._enough, self._enough)
+        weak = [e for e in known if e not in few and e.bound < self._rules.enough]
+        self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
         ended = self._search_all(few, work=NEAR_WORK)
-        return ended or (StopReason.NEAR if self._is_near_enough() else self._reason())
-
-    def _reason(self) -> StopReason:
-        """Why a search ends that did all that it set out to do."""
-        best = self.incumbent.time
-        listed = self.space.listed_bound(best)
-        if not np.isfinite(best):
-            return StopReason.NOTHING_FITS
-        if listed >= best * (1 - 1e-6):
-            others = self.space.pipelines_bound or 0.0
-            return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
-        if self._shares.is_up():
-            return StopReason.SECONDS
-        if self._is_near_enough():
-            return StopReason.NEAR
-        if self.budget.evaluations == 0:
-            return StopReason.NO_EVALUATIONS
-        spent = self.evaluations >= self.budget.evaluations
-        return StopReason.EVALUATIONS if spent else StopReason.SETTLED
+        return ended or (
+            StopReason.NEAR if self._rules.is_near() else self._rules.reason(self.evaluations)
+        )
 
     def _plan_stages(self, most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
@@ -527,12 +512,12 @@ class SearchCourse:
         """
         left = most
         while left and work_left > 0:
-            weak = self.space.open_below(self._enough)
+            weak = self.space.open_below(self._rules.enough)
             if not weak:
                 return 0
             listed = first_policies(weak)[: min(ROUND, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
-            done = self._bound_entries(listed, stop, self._enough)
+            done = self._bound_entries(listed, stop, self._rules.enough)
             left, work_left = left - len(done), work_left - sum(done)
             if len(done) < len(listed):
                 return left

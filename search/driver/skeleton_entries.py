@@ -386,6 +386,11 @@ class Space:
         ]
         return sorted(found, key=lambda entry: (entry.num_axes, entry.bound))
 
+    def bounded_below(self, seconds: float) -> list[SkeletonEntry]:
+        """Skeletons whose bounds were sharpened and are below, the weakest first."""
+        found = [e for e in self.entries if e.fate is Fate.BOUNDED and e.bound < seconds]
+        return sorted(found, key=lambda entry: entry.bound)
+
     def nearly_as_good(self, seconds: float, like: Skeleton | None) -> list[SkeletonEntry]:
         """Skeletons not searched where a plan below was met, or none that fits, or `like` one."""
         return [

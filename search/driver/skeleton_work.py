@@ -127,8 +127,8 @@ class Sharpener:
             if without != self._options and np.isfinite(best):
                 lean, _ = self.problem(known, without)
                 work += work_of(lean)
-                least = least if least < best else 0.0
-                bound, shared = self.without_memory(lean, known, best, least)
+                reach = least if least < best else 0.0
+                bound, shared = self.without_memory(lean, known, best, reach)
                 if bound >= min(best, enough):
                     return Sharpened(Fate.BOUNDED, bound, shared, work=work)
             problem, left_out = self.problem(known)
@@ -136,7 +136,7 @@ class Sharpener:
             return Sharpened(Fate.FORBIDDEN, bound, shared or 0.0, work=work, why=str(error))
         work += work_of(problem)
         found = self.enumerate(problem) or self.sharpen_problem(
-            problem, replace(known, bound=bound), best, shared
+            problem, replace(known, bound=bound), best, shared, least
         )
         return replace(found, work=work, left_out=left_out)
 
@@ -191,7 +191,12 @@ class Sharpener:
         return Sharpened(Fate.ENUMERATED, bound, plan=plan)
 
     def sharpen_problem(
-        self, problem: Problem, known: Known, best: float, shared: float | None = None
+        self,
+        problem: Problem,
+        known: Known,
+        best: float,
+        shared: float | None = None,
+        wanted: float = 0.0,
     ) -> Sharpened:
         """Bound a skeleton whose prices are known.
 
@@ -200,11 +205,12 @@ class Sharpener:
             known: the skeleton and what is known of it.
             best: seconds of the best plan known of all.
             shared: what is known of policies that recompute more, where that was asked before.
+            wanted: seconds that the bound is to come to.
         """
         low = known.bound
         if shared is None:
             low, shared = self.without_memory(problem, known, best)
-        met = self._lower_bound(problem, known, best, memory=True)
+        met = self._lower_bound(problem, known, best, wanted=wanted, memory=True)
         low = max(low, met.seconds)
         promising = met.score < best and low < best
         return Sharpened(
@@ -225,12 +231,20 @@ class Sharpener:
         """
         if np.isinf(best):
             return known.bound, 0.0
-        seconds = self._lower_bound(problem, known, best, least, memory=False).seconds
+        found = self._lower_bound(problem, known, best, least, wanted=least, memory=False)
+        seconds = found.seconds
         shared = seconds if known.skeleton.recompute == self._policies[0] else 0.0
         return max(known.bound, seconds), shared
 
     def _lower_bound(
-        self, problem: Problem, known: Known, best: float, least: float = 0.0, *, memory: bool
+        self,
+        problem: Problem,
+        known: Known,
+        best: float,
+        least: float = 0.0,
+        *,
+        wanted: float = 0.0,
+        memory: bool,
     ) -> Bound:
         first = np.zeros(len(problem.choices), dtype=np.int64)
         if known.start:
@@ -241,6 +255,7 @@ class Sharpener:
             rounds=BOUND_ROUNDS,
             target=best,
             least=least,
+            wanted=wanted,
             memory=memory,
             check=self.situation.clock.check,
         )

@@ -107,7 +107,7 @@ def annotation_regret(annotated: Annotated, **arguments: Any) -> AnnotationRegre
     its annotations are completed to, and the one without any from the best under all.
 
     Example:
-        >>> from stratagem.searcher.driver.result import Budget
+        >>> from stratagem.searcher.driver.budget import Budget
         >>> from stratagem.searcher.semi_automatic.annotated_plans import annotate
         >>> from stratagem.simulator.graph.models import mlp
         >>> from stratagem.simulator.hardware.cluster import Cluster

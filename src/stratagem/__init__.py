@@ -20,7 +20,7 @@ from stratagem.basics.version import __version__
 _HOMES = {
     "Annotated": "stratagem.searcher.semi_automatic.annotated_plans",
     "AnnotationRegret": "stratagem.searcher.semi_automatic.regret",
-    "Budget": "stratagem.searcher.driver.result",
+    "Budget": "stratagem.searcher.driver.budget",
     "Options": "stratagem.searcher.space.skeletons",
     "Comparison": "stratagem.runs.predicted_and_measured",
     "Calibration": "stratagem.simulator.hardware.cluster",
@@ -81,7 +81,7 @@ _HOMES = {
     "report": "stratagem.face.verbs",
     "robustness": "stratagem.searcher.report.robustness",
     "search": "stratagem.face.verbs",
-    "search_sizes": "stratagem.searcher.driver.cluster_sizes",
+    "search_sizes": "stratagem.searcher.report.cluster_sizes",
     "selective_scan": "stratagem.simulator.torch_ops.blocks.scans",
     "simulate": "stratagem.face.verbs",
     "slice_tokens": "stratagem.searcher.improvement.token_slicing",

@@ -27,7 +27,7 @@ from stratagem.cli.shared.options import (
 )
 from stratagem.cli.shared.simulations import show_simulation, simulation_facts
 from stratagem.face import verbs
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.semi_automatic.annotated_plans import complete_plan
 from stratagem.searcher.semi_automatic.annotation_files import read_annotations
 from stratagem.searcher.semi_automatic.regret import annotation_regret

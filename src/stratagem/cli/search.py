@@ -37,7 +37,8 @@ from stratagem.cli.shared.rich_tables import result_table, strategy_table
 from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
 from stratagem.cli.shared.tried_options import takes_tried_options
 from stratagem.face import verbs
-from stratagem.searcher.driver.result import FITTING, Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import FITTING, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
 from stratagem.searcher.improvement.simpler_plans import variety
 from stratagem.searcher.methods.simple_strategies import with_experts

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 from stratagem.basics.progress import Show, progress_bar
 from stratagem.exports import lossless_exports
 from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.robustness.robust_choice import DRAWS

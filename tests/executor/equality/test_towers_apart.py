@@ -7,7 +7,7 @@ import torch
 
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.program.live_bytes import peak_bytes
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.placement import Pin

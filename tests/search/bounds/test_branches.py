@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.quick_bounds import QuickBounds
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import Constraints

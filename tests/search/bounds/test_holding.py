@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.memory_bound import HoldingBounds
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.outcomes import Fate

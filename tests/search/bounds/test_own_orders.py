@@ -13,7 +13,8 @@ from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.bounds.memory_bound import HoldingBounds
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.neighbours import Neighbourhood

@@ -8,7 +8,8 @@ from types import FrameType
 
 import pytest
 
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.budget import Budget, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.simulator.graph.models import gpt

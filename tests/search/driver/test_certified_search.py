@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stratagem.searcher.bounds.cutting_planes import Bound
-from stratagem.searcher.driver.cluster_sizes import search_sizes
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
@@ -23,6 +23,7 @@ from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched
+from stratagem.searcher.report.cluster_sizes import search_sizes
 from stratagem.searcher.space.constraints import Constraints, most_tensor_ways
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.small_problems import FAMILIES
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.problem.exhaustive import exhaustive_plans

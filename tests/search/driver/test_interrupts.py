@@ -16,8 +16,9 @@ import pytest
 
 import stratagem as sg
 from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.budget import StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.processes import interrupts as hearing
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import SearchClock

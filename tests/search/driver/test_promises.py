@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.simple_strategies import baseline

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import stratagem as sg
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.report import hardware_changes, page, page_content
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.simulator.base.task_kinds import TaskKind

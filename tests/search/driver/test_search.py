@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from stratagem.searcher.annealing.chains import AnnealingChain
+from stratagem.searcher.driver.budget import LEAST_SEARCHED, Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import LEAST_SEARCHED, Budget, StopReason
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import MOST_AGAIN, MOST_DESCENTS
 from stratagem.searcher.improvement.outcomes import Fate
@@ -286,7 +286,7 @@ def test_the_clock_stops_it() -> None:
 def test_equal_seeds_give_equal_plans_in_other_processes() -> None:
     script = (
         "from stratagem.searcher.driver.search import search\n"
-        "from stratagem.searcher.driver.result import Budget\n"
+        "from stratagem.searcher.driver.budget import Budget\n"
         "from stratagem.simulator.hardware.cluster import Cluster\n"
         "from stratagem.simulator.graph.models import gpt\n"
         "import hashlib\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.simulator.graph.models import gpt, mlp

@@ -10,8 +10,9 @@ from math import inf
 import pytest
 
 from stratagem.searcher.driver import search_course
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import QUICK_METHODS, search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Known
@@ -25,6 +26,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from tests.search.bounds.test_bound import tiny_cluster
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256] * 5, batch=64)
@@ -122,11 +124,32 @@ def test_a_small_model_ends_there_too_and_is_searched_to_the_end_when_asked() ->
     assert whole.stop_reason not in (StopReason.ALIKE, StopReason.NEAR)
 
 
+def test_listed_skeletons_may_end_a_search_that_is_told_nothing() -> None:
+    """Pipelines cut anywhere are bounded by what they compute, which says little where links
+    count: GPT-2 on 16 A100s was searched four times as long for 0.03 % less.
+    """
+    graph = gpt(num_layers=9, hidden=512, num_heads=8, vocabulary=50257, sequence=256, batch=8)
+    cluster = tiny_cluster(4, nodes=1, gb_s=40.0)
+    usual = search(graph, cluster, num_threads=1)
+    assert usual.stop_reason is StopReason.NEAR_LISTED
+    assert usual.bound is not None
+    assert usual.listed_bound is not None
+    step = usual.simulation.step_time
+    assert usual.bound < (1 - TELLS_APART) * step <= usual.listed_bound <= step
+    assert "other pipelines" in str(usual)
+    assert "inter-operator program" in " ".join(usual.notes)
+    # A gap that is asked for is one of all plans.
+    asked = search(graph, cluster, budget=Budget(gap=TELLS_APART), num_threads=1)
+    assert asked.stop_reason is not StopReason.NEAR_LISTED
+    assert usual.listed_bound <= asked.simulation.step_time * (1 + 1e-9)
+
+
 def test_of_several_graphs_all_must_have_come_near() -> None:
     """One graph's gap says nothing of another's plans: the first reason that holds counts."""
     order = list(StopReason)
     assert order.index(StopReason.SETTLED) < order.index(StopReason.NEAR)
     assert order.index(StopReason.LISTED) < order.index(StopReason.NEAR)
+    assert order.index(StopReason.NEAR_LISTED) < order.index(StopReason.NEAR)
     assert order.index(StopReason.NEAR) < order.index(StopReason.ALIKE)
     assert order.index(StopReason.ALIKE) < order.index(StopReason.PROVED)
 
@@ -222,4 +245,4 @@ def test_bounds_are_not_sharpened_beyond_what_is_asked_for() -> None:
     for least, enough in ((asked, inf), (0.5 * (whole.shared + best),) * 2):
         much = sharpener.sharpen(known, best, least, enough)
         assert much.met is not None
-        assert much.bound == pytest.approx(whole.bound)
+        assert whole.bound * (1 - 1e-9) <= much.bound <= best

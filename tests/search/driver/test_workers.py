@@ -17,7 +17,8 @@ from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
 from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.searcher.driver import search_course
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.budget import Budget, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.processes import worker_processes as workers_module
 from stratagem.searcher.processes.worker_processes import Workers, worker_count
@@ -183,7 +184,7 @@ def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatc
 SCRIPT = """
 import sys, time
 from stratagem.searcher.driver import search_course
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts

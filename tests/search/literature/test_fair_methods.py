@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.literature import megatron_setups, zero_setups
 from stratagem.searcher.methods.registry import METHODS

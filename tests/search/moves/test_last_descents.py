@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.downhill import ANEW, Refiner

@@ -10,7 +10,7 @@ import pytest
 from stratagem.searcher.annealing import chains
 from stratagem.searcher.annealing.chains import SOFT, AnnealingChain, run_chains
 from stratagem.searcher.driver import search_course
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.small_problems import FAMILIES, draw_graph
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement, pinned

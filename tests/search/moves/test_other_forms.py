@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.small_problems import FAMILIES
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.improvement.sliced_and_mirrored import slicing_refused

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.improvement.downhill import MORE, Refiner

@@ -15,9 +15,10 @@ import pytest
 
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.driver import improver, search_course
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.improver import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, SearchResult, StopReason
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement import skeleton_walk as walks

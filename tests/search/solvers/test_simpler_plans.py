@@ -11,8 +11,8 @@ import pytest
 
 import stratagem as sg
 from stratagem.searcher.driver import search as searching
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
-from stratagem.searcher.driver.result import Budget, StopReason
 from stratagem.searcher.improvement.simpler_plans import (
     like_layers,
     simplest,

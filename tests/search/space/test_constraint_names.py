@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.choices import choices_of

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.headroom import Fullness, Wrong, best_share, wrong
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints

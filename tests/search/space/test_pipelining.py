@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from stratagem.searcher.bounds.quick_bounds import QuickBounds
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.processes.worker_processes import Workers

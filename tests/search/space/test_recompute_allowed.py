@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.searcher.driver.result import Budget, SearchResult
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.skeletons import Options

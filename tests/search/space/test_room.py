@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.cutting_planes import lower_bound
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.roomy_choices import always_fits, may_always_fit, roomy_problem

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stratagem.searcher.driver.result import Budget
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.methods.registry import METHODS

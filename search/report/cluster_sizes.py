@@ -89,7 +89,7 @@ def search_sizes(
 
     Example:
         >>> from dataclasses import replace
-        >>> from stratagem.searcher.driver.result import Budget
+        >>> from stratagem.searcher.driver.budget import Budget
         >>> from stratagem.simulator.graph.models import mlp
         >>> cluster = replace(Cluster.preset("dgx-a100"), node_price_per_hour=30.0)
         >>> sizes = search_sizes(

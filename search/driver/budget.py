@@ -1,0 +1,164 @@
+"""How much a search may spend, and why it ends."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stratagem.searcher.driver.incumbent import Incumbent
+from stratagem.searcher.driver.skeleton_entries import Space
+
+LEAST_SEARCHED, SEARCHED_OPERATORS = 128_000, 6_400_000
+"""Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
+least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
+evaluated in microseconds: of two small transformers on two and four devices, chains of 8,000
+end 1.6 to 2.9 % above what nearly all of 32,000 come to, in 0.13 s each."""
+
+
+class StopReason(enum.Enum):
+    """Why a search ended, in a sentence for its user.
+
+    Where several graphs were searched, the first reason that holds for one holds for all.
+    """
+
+    INTERRUPTED = "it was interrupted; this is the best plan found until then"
+    SECONDS = "the time of the budget was spent"
+    EVALUATIONS = "all evaluations of the budget were spent"
+    NO_EVALUATIONS = "the budget has no evaluations: known strategies were simulated and bounded"
+    SETTLED = "the skeletons chosen were searched in full, the others bounded only"
+    LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
+    NEAR_LISTED = (
+        "no plan on a listed skeleton is better by more than predictions tell apart; other "
+        "pipelines were planned, but bounded by what they compute only"
+    )
+    NEAR = "the gap that was asked for is proved: no plan of the space is better by more"
+    ALIKE = "what could still be gained is less than what predictions tell apart"
+    PROVED = "the lower bound proves that no plan of the space is better"
+    NOTHING_FITS = "no plan of the space was found to fit the memory"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a search may spend: a number of plans to evaluate, and perhaps a time.
+
+    Each skeleton that is searched has up to 128,000 plans evaluated, even where its share of the
+    evaluations is less: of small models that takes half a second. With 0 none has.
+
+    Only a search whose time did not run out gives the same plan again.
+
+    Attributes:
+        evaluations: plans to evaluate.
+        seconds: wall time; None has no limit.
+        gap: share of a step: the search ends as soon as it is proved that no plan of the space
+            takes so much less than the best one found (`SearchResult.gap`), once choices were
+            made on the skeletons of the best known strategies. With 0.05 it ends where what could
+            be gained is less than predictions tell apart. With 0 it goes on.
+        is_of_listed: whether it also ends where the gap is proved of all listed skeletons
+            (`SearchResult.listed_bound`) and other pipelines, cut anywhere, were planned by the
+            inter-operator program. A search that is told no budget does.
+
+    Raises:
+        ValueError: on a negative number, or a gap of 1 or more.
+    """
+
+    evaluations: int = 40_000
+    seconds: float | None = None
+    gap: float = 0.0
+    is_of_listed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
+            raise ValueError(
+                f"budget of {self.evaluations} evaluations and "
+                f"{'any number of' if self.seconds is None else self.seconds} seconds; "
+                f"evaluations must be at least 0 and seconds above 0"
+            )
+        if not 0 <= self.gap < 1:
+            raise ValueError(
+                f"budget: gap is {self.gap}; it is a share of the step, from 0 to below 1"
+            )
+
+    def least(self, num_operators: int) -> int:
+        """Evaluations of a skeleton that is searched, whatever its share of them is.
+
+        Example:
+            >>> [Budget(800).least(operators) for operators in (50, 500, 5000)]
+            [128000, 12800, 1280]
+        """
+        return min(LEAST_SEARCHED, SEARCHED_OPERATORS // num_operators) if self.evaluations else 0
+
+    def share(self, count: int, number: int, spent: float) -> Budget:
+        """The budget of one of `count` searches, after those before it took `spent` seconds.
+
+        A share of the evaluations, and of the seconds that are left; where none are, so few that
+        only what every search does first is done.
+
+        Example:
+            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
+            Budget(evaluations=333, seconds=25.0, gap=0.0, is_of_listed=False)
+        """
+        seconds = self.seconds
+        if seconds is not None:
+            seconds = max((seconds - spent) / (count - number), 1e-9)
+        return replace(self, evaluations=self.evaluations // count, seconds=seconds)
+
+
+class StopRules:
+    """When a search has come near enough, and why it ends.
+
+    Args:
+        space: what is bounded.
+        incumbent: the best plan found.
+        budget: of the search.
+        is_up: whether its time is.
+    """
+
+    def __init__(
+        self, space: Space, incumbent: Incumbent, budget: Budget, is_up: Callable[[], bool]
+    ) -> None:
+        self._space, self._incumbent = space, incumbent
+        self._budget, self._is_up = budget, is_up
+
+    @property
+    def enough(self) -> float:
+        """Seconds under which no plan may be for the gap asked for to be proved."""
+        return self._incumbent.time * (1 - self._budget.gap)
+
+    def is_near(self) -> bool:
+        """Whether the gap that the budget asks for is proved."""
+        best, asked = self._incumbent.time, self._budget.gap > 0
+        return bool(asked and np.isfinite(best) and self._space.known_bound(best) >= self.enough)
+
+    def is_near_listed(self) -> bool:
+        """Whether it is proved of all listed skeletons, if that may end the search."""
+        best, may_end = self._incumbent.time, self._budget.is_of_listed and self._budget.gap > 0
+        return bool(
+            may_end and np.isfinite(best) and self._space.listed_bound(best) >= self.enough
+        )
+
+    def reason(self, evaluations: int) -> StopReason:
+        """Why a search ends that did all that it set out to do.
+
+        Args:
+            evaluations: that it spent.
+        """
+        best = self._incumbent.time
+        listed = self._space.listed_bound(best)
+        if not np.isfinite(best):
+            return StopReason.NOTHING_FITS
+        if listed >= best * (1 - 1e-6):
+            others = self._space.pipelines_bound or 0.0
+            return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
+        if self._is_up():
+            return StopReason.SECONDS
+        if self.is_near():
+            return StopReason.NEAR
+        if self.is_near_listed():
+            return StopReason.NEAR_LISTED
+        if self._budget.evaluations == 0:
+            return StopReason.NO_EVALUATIONS
+        spent = evaluations >= self._budget.evaluations
+        return StopReason.EVALUATIONS if spent else StopReason.SETTLED
