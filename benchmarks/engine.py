@@ -111,10 +111,10 @@ def measure(case: Case, program: Path | None) -> dict[str, object]:
     """Play one case with all simulators, and check that they agree."""
     graph = layered_graph(case)
     space = allocate(graph)
-    makespan = simulate_tasks(*graph.arrays(), *space.arrays())  # compiles, and warms up
+    makespan = simulate_tasks(graph.arrays(), space)  # compiles, and warms up
     best, cpps = float("inf"), float("inf")
     for _ in range(5):  # take turns, so that both see the same moods of the machine
-        ours = seconds(lambda: simulate_tasks(*graph.arrays(), *space.arrays()), repeats=20)
+        ours = seconds(lambda: simulate_tasks(graph.arrays(), space), repeats=20)
         best = min(best, ours)
         if program is not None:
             cpp_makespan, cpp = play_cpp(program, graph, repeats=20)

@@ -103,7 +103,7 @@ class Plays(NamedTuple):
     loads: Ints
 
 
-@uncounted()
+@uncounted(inner=True)
 def state_of(plays: Plays, k: int) -> DeltaState:
     """The delta state of play k."""
     lo, hi = plays.tasks[k], plays.tasks[k + 1]
@@ -124,14 +124,14 @@ def state_of(plays: Plays, k: int) -> DeltaState:
     )
 
 
-@uncounted()
+@uncounted(inner=True)
 def copy_ints(source: Ints, target: Ints) -> None:
     """Copy numbers: assigning arrays might allocate, which kernels without counts may not."""
     for index in range(source.size):
         target[index] = source[index]
 
 
-@uncounted()
+@uncounted(inner=True)
 def look_up(touch: Ints, choice: Ints, gates: tuple[Ints, Ints, Ints, Ints]) -> int:
     """Where a task's duration and set are in the pool under `choice`; 0, for idle, if shared."""
     if is_shut(touch[GATE], choice, gates[0], gates[1], gates[2], gates[3]):
@@ -141,7 +141,7 @@ def look_up(touch: Ints, choice: Ints, gates: tuple[Ints, Ints, Ints, Ints]) -> 
     return where
 
 
-@uncounted()
+@uncounted(inner=True)
 def add_load(loads: Ints, resources: int, ns: int) -> None:
     """Count `ns` on each resource of a set."""
     for resource in range(loads.size):
@@ -214,7 +214,7 @@ def play_changes_of(plays: Plays, k: int, count: int) -> int:
     return int(state.numbers[PROPOSED])
 
 
-@uncounted()
+@uncounted(inner=True)
 def note_path_of(plays: Plays, k: int) -> None:
     """Look for the longest path of play k as accepted."""
     books = plays.books[k]

@@ -47,6 +47,8 @@ from stratagem.searcher.annealing._pipeline_play import (
 from stratagem.searcher.annealing._splitmix import random_float
 from stratagem.searcher.problem._score_kernels import (
     OVER_MEMORY,
+    QueuedPipeline,
+    RankSituations,
     excess_of,
     fill_crossings,
     play_in_queue,
@@ -76,7 +78,6 @@ class Arrays(NamedTuple):
         pool_ns, crossings, arrivals, macro: see `Problem`.
         crosses: [N], whether an operator is an end of something that joins stages.
         capacities, ranks: see `Problem`.
-        macro_work: work space of the event engine.
         changed, before: [N], the operators that a proposal changes, and their choices before.
         numbers: see `NOTED`, ...
     """
@@ -90,9 +91,8 @@ class Arrays(NamedTuple):
     arrivals: Ints
     crosses: Ints
     capacities: Ints
-    ranks: tuple[Ints, ...]
-    macro: tuple[Ints, ...]
-    macro_work: Ints
+    ranks: RankSituations
+    macro: QueuedPipeline
     changed: Ints
     before: Ints
     numbers: Ints
@@ -112,10 +112,7 @@ def play_pipeline(arrays: Arrays) -> int:
         return int(bound_of(pipeline))
     if pipeline.how[0] == ORDERED:
         return int(play_in_order(pipeline))
-    played: int = play_in_queue(  # type: ignore[call-arg]
-        pipeline.proposed, num_items_of(arrays), *arrays.macro, arrays.macro_work
-    )
-    return played
+    return int(play_in_queue(pipeline.proposed, num_items_of(arrays), arrays.macro))
 
 
 @uncounted(inline="always")
@@ -124,7 +121,7 @@ def score_of(arrays: Arrays, ns: int, weight: float) -> float:
 
     `weight` is that of the relative excess over the memory.
     """
-    excess: float = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks)
+    excess: float = excess_of(arrays.tensors.profiles, arrays.capacities, arrays.ranks)
     return ns * 1e-9 * (1.0 + weight * excess)
 
 
@@ -237,7 +234,7 @@ def note_best(arrays: Arrays, scores: Floats, choice: Ints, best_choice: Ints) -
     seconds, had = arrays.pipeline.now[0] * 1e-9, scores[BEST_FITS] > 0.0
     if had and seconds >= scores[BEST]:
         return
-    excess = excess_of(arrays.tensors.profiles, arrays.capacities, *arrays.ranks)
+    excess = excess_of(arrays.tensors.profiles, arrays.capacities, arrays.ranks)
     fits, score = excess <= 0.0, seconds * (1.0 + OVER_MEMORY * excess)
     if fits > had or (fits == had and score < scores[BEST]):
         scores[BEST] = score

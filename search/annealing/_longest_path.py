@@ -20,7 +20,7 @@ from stratagem.simulator.engine._delta_index import (
 )
 
 
-@uncounted()
+@uncounted(inner=True)
 def note_longest_path(state: DeltaState, on_path: Ints) -> int:
     """Set `on_path` to 1 for the tasks of a longest path as played, else to 0; return its ns.
 

@@ -97,7 +97,7 @@ def add_at(tensors: Tensors, stage: int, place: int, nbytes: int, climb: bool) -
         refresh_node(tensors.sums, tensors.tops, tree, node)
 
 
-@uncounted()
+@uncounted(inner=True)
 def refresh_node(sums: Ints, tops: Ints, tree: int, node: int) -> None:
     """Sum and top of a node from those of its children."""
     left = tree + 2 * node
@@ -116,7 +116,7 @@ def rebuild_trees(tensors: Tensors, stage: int) -> None:
             refresh_node(tensors.sums, tensors.tops, tree, node)
 
 
-@uncounted()
+@uncounted(inner=True)
 def resize(tensors: Tensors, k: int, nbytes: int, climb: bool) -> None:
     """Add `nbytes` to tensor k; without `climb` the trees must be rebuilt."""
     stage, birth, death = tensors.stage[k], tensors.birth[k], tensors.death[k]

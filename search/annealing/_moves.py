@@ -47,7 +47,7 @@ class Moves(NamedTuple):
     stage_of: Ints
 
 
-@uncounted()
+@uncounted(inner=True)
 def propose_move(
     rng: Words,
     choice: Ints,
@@ -88,7 +88,7 @@ def propose_move(
     return 0
 
 
-@uncounted()
+@uncounted(inner=True)
 def change_another(rng: Words, choice: Ints, before: Ints, changed: Ints, moves: Moves) -> int:
     """Change a second operator of the stage of the first one."""
     for _ in range(TRIES):
@@ -98,7 +98,7 @@ def change_another(rng: Words, choice: Ints, before: Ints, changed: Ints, moves:
     return 1
 
 
-@uncounted()
+@uncounted(inner=True)
 def note_change(
     choice: Ints, before: Ints, changed: Ints, count: int, operator: int, new: int
 ) -> int:

@@ -17,7 +17,7 @@ def seeded(seed: int) -> Words:
     return np.random.SeedSequence(seed).generate_state(1, np.uint64).astype(np.uint64)
 
 
-@uncounted()
+@uncounted(inner=True)
 def next_word(state: Words) -> np.uint64:
     """The next 64 random bits."""
     state[0] += _STEP

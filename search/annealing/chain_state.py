@@ -25,11 +25,13 @@ from stratagem.searcher.annealing._chain_kernels import NUM_ITEMS, NUM_NUMBERS, 
 from stratagem.searcher.annealing._memory_tree import Tensors
 from stratagem.searcher.annealing._pipeline_play import CLOSED, ORDERED, QUEUED, Pipeline
 from stratagem.searcher.annealing.move_lists import moves_of
+from stratagem.searcher.problem._score_kernels import QueuedPipeline
 from stratagem.searcher.problem.priced_skeleton import Problem, pool_starts
 from stratagem.searcher.problem.tensors_touched import gate_owners, tensors_touched
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine._delta_index import DURATION, DURATIONS, SET, SETS
 from stratagem.simulator.engine._delta_replay import play_changes
+from stratagem.simulator.engine._event_queue import Workspace
 from stratagem.simulator.engine.delta_engine import allocate_delta
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.idle_tasks import contract
@@ -49,8 +51,17 @@ def own_arrays(shared: Arrays) -> Arrays:
         plays=plays._replace(**fresh),
         tensors=tensors._replace(**{n: getattr(tensors, n).copy() for n in _OF_TENSORS}),
         pipeline=pipeline._replace(**{n: getattr(pipeline, n).copy() for n in _OF_PIPELINE}),
-        macro=tuple(array.copy() for array in shared.macro),
+        macro=_own_queue(shared.macro),
         **{name: getattr(shared, name).copy() for name in _OF_CHAIN},
+    )
+
+
+def _own_queue(shared: QueuedPipeline) -> QueuedPipeline:
+    graph, space = shared.graph, shared.space
+    filled = graph.durations.copy(), graph.resource_sets.copy()
+    return shared._replace(
+        graph=graph._replace(durations=filled[0], resource_sets=filled[1]),
+        space=Workspace(*(array.copy() for array in space)),
     )
 
 
@@ -60,7 +71,7 @@ _OF_PLAYS = (
 )
 _OF_TENSORS = ("nbytes", "sums", "tops", "profiles", "undo")
 _OF_PIPELINE = ("bounds", "end", "because", "free", "holder", "now", "table", "proposed")
-_OF_CHAIN = ("macro_work", "changed", "before", "numbers")
+_OF_CHAIN = ("changed", "before", "numbers")
 
 
 def begin_plays(plays: Plays, choice: Ints) -> None:
@@ -98,14 +109,13 @@ def _shared_arrays(problem: Problem) -> Arrays:
         tensors=_tensors(problem),
         pipeline=_pipeline(problem.macro_graph, problem.table.shape),
         moves=moves_of(problem),
-        pool_ns=problem.blocks[0],
+        pool_ns=problem.blocks.pool_ns,
         crossings=problem.crossings,
         arrivals=problem.arrivals,
         crosses=crosses,
         capacities=problem.capacities,
         ranks=problem.ranks,
         macro=problem.macro,
-        macro_work=problem.macro_work,
         changed=np.zeros(num_operators, dtype=np.int64),
         before=np.zeros(num_operators, dtype=np.int64),
         numbers=numbers,
@@ -137,8 +147,8 @@ def _plays(problem: Problem) -> Plays:
     num_tasks = [state.rows.shape[1] for state in states]
     total, num_plays = sum(num_tasks), len(states)
     return Plays(
-        pool_ns=problem.blocks[0],
-        pool_sets=problem.blocks[1],
+        pool_ns=problem.blocks.pool_ns,
+        pool_sets=problem.blocks.pool_mask,
         which=problem.plays,
         starts=np.searchsorted(problem.plays[:, 0], np.arange(problem.num_stages + 1)),
         tasks=_starts(num_tasks),
@@ -217,35 +227,33 @@ def _touches(
 
 
 def _tensors(problem: Problem) -> Tensors:
-    starts, sizes, base, first, stride, second, second_stride, birth, death, pool, _, *gates = (
-        problem.tensors
-    )
+    held = problem.tensors
     touched = tensors_touched(problem)
-    leaves = [1 << max(0, int(n) - 1).bit_length() for n in sizes]
+    leaves = [1 << max(0, int(n) - 1).bit_length() for n in held.sizes]
     trees = _starts([6 * size for size in leaves])
     num_nodes = int(trees[-1])
     return Tensors(
-        starts=starts,
-        sizes=sizes,
+        starts=held.starts,
+        sizes=held.sizes,
         stage=touched.stage,
-        base=base,
-        first=first,
-        stride=stride,
-        second=second,
-        second_stride=second_stride,
-        birth=birth,
-        death=death,
-        gate=gates[0],
+        base=held.base,
+        first=held.first,
+        stride=held.stride,
+        second=held.second,
+        second_stride=held.second_stride,
+        birth=held.birth,
+        death=held.death,
+        gate=held.gate,
         gates=problem.tensor_sharing.arrays,
-        pool=pool,
+        pool=held.pool,
         touch_starts=touched.starts,
         touches=touched.tensors,
         trees=trees,
-        nbytes=np.zeros(base.size, dtype=np.int64),
+        nbytes=np.zeros(held.base.size, dtype=np.int64),
         sums=np.zeros(num_nodes, dtype=np.int64),
         tops=np.zeros(num_nodes, dtype=np.int64),
-        profiles=np.zeros((sizes.size, 6), dtype=np.int64),
-        undo=np.zeros((2, base.size), dtype=np.int64),
+        profiles=np.zeros((held.sizes.size, 6), dtype=np.int64),
+        undo=np.zeros((2, held.base.size), dtype=np.int64),
     )
 
 

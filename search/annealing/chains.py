@@ -14,7 +14,7 @@ from stratagem.searcher.annealing.chain_state import begin_plays, own_arrays, sh
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem
-from stratagem.searcher.problem.scoring import arguments_of, peaks_of
+from stratagem.searcher.problem.scoring import peaks_of, scored_arrays
 from stratagem.searcher.processes.worker_processes import usable_cores
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.schedules.work_kinds import SEND
@@ -141,8 +141,8 @@ class AnnealingChain:
         block_ns = np.zeros((SEND, p.num_stages), dtype=np.int64)
         profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
         dirty = np.full(p.num_stages, _score_kernels.REPLAY, dtype=np.int64)
-        arguments = arguments_of(p)
-        return float(_score_kernels.score_plan(dirty, self.choice, block_ns, profiles, *arguments))
+        arrays = scored_arrays(p)
+        return float(_score_kernels.score_plan(dirty, self.choice, block_ns, profiles, arrays))
 
     def peaks(self) -> list[int]:
         """Bytes per device of each rank at its peak, under the present choices."""

@@ -55,13 +55,11 @@ from stratagem.searcher.problem.linear_measures import (
     longest_path,
 )
 from stratagem.searcher.problem.priced_skeleton import Problem
-from stratagem.searcher.problem.scoring import arguments_of
+from stratagem.searcher.problem.scoring import scored_arrays
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.hardware.resources import NUM_RESOURCES
 from stratagem.simulator.schedules.work_kinds import SEND
 
-GATE = 11
-"""The gates of tensors in `Problem.tensors`."""
 MAX_PATHS = 12
 """Paths that are kept of the macro graph."""
 MOST_MEASURES = {MeasureForm.PATH: 12, MeasureForm.PASSAGE: 24}
@@ -201,7 +199,7 @@ class _Relaxation:
         self._met: list[Ints] = []
         self._crossings = _sure_crossings(problem)
         self._tensors = _tensor_lookups(problem)
-        self._rank_of = problem.ranks[0].argmax(axis=0).tolist()
+        self._rank_of = problem.ranks.stages.argmax(axis=0).tolist()
         self._best: Multipliers | None = None
         self._forest: tuple[Pair, ...] = ()
         stages = problem.num_stages
@@ -224,7 +222,7 @@ class _Relaxation:
                 choice,
                 self._block_ns,
                 self._profiles,
-                *arguments_of(problem),
+                scored_arrays(problem),
             )
         )
         if score < self.score:
@@ -276,7 +274,7 @@ class _Relaxation:
         problem = self.problem
         _, starts, situations, held_starts, held = problem.ranks
         for rank in range(problem.capacities.size):
-            peak = int(_score_kernels.rank_peak(rank, self._profiles, *problem.ranks))
+            peak = int(_score_kernels.rank_peak(rank, self._profiles, problem.ranks))
             if peak <= problem.capacities[rank]:
                 continue
             totals = [
@@ -294,15 +292,15 @@ class _Relaxation:
                 continue
             copies = self._copies(rank, worst, place)
             rows = np.flatnonzero(copies)
-            sharers = problem.tensor_sharing.share_of(problem.tensors[GATE][rows])
+            sharers = problem.tensor_sharing.share_of(problem.tensors.gate[rows])
             shares = copies[rows] / sharers / float(problem.capacities[rank])
             self._moments.append(
                 _Moment(name, rows, LinearMeasure(self._tensors.some(rows), shares))
             )
 
     def _fullest_place(self, choice: Ints, stage: int, which: int) -> int:
-        starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
-        birth, death = self.problem.tensors[7], self.problem.tensors[8]
+        tensors = self.problem.tensors
+        starts, sizes, birth, death = tensors.starts, tensors.sizes, tensors.birth, tensors.death
         rows = np.arange(starts[stage], starts[stage + 1])
         rows = rows[birth[rows] >= 0]
         nbytes = self._tensors.some(rows).values(choice)
@@ -316,8 +314,8 @@ class _Relaxation:
     def _copies(self, rank: int, situation: int, place: int) -> Floats:
         """How many copies of each tensor a rank holds at a moment."""
         rank_stages, _, situations, held_starts, held = self.problem.ranks
-        starts, sizes = self.problem.tensors[0], self.problem.tensors[1]
-        birth, death = self.problem.tensors[7], self.problem.tensors[8]
+        tensors = self.problem.tensors
+        starts, sizes, birth, death = tensors.starts, tensors.sizes, tensors.birth, tensors.death
         stage_of = np.repeat(np.arange(len(sizes)), np.diff(starts))
         weights = np.where((birth < 0) & (rank_stages[rank][stage_of] > 0), 1.0, 0.0)
         runs = situations[situation, 0]
@@ -351,7 +349,7 @@ class _Relaxation:
 
     def _fullness(self, rank: int) -> float:
         """What share of its memory a rank takes under the choices met last."""
-        peak = int(_score_kernels.rank_peak(rank, self._profiles, *self.problem.ranks))
+        peak = int(_score_kernels.rank_peak(rank, self._profiles, self.problem.ranks))
         return peak / float(self.problem.capacities[rank])
 
     def _mean_met_last(self, weights: dict[int, float]) -> float:
@@ -553,5 +551,6 @@ def _sure_crossings(problem: Problem) -> tuple[Lookups, Ints, Ints]:
 
 
 def _tensor_lookups(problem: Problem) -> Lookups:
-    _, _, base, first, stride, second, second_stride, _, _, pool, *_ = problem.tensors
-    return Lookups(pool, base, first, stride, second, second_stride)
+    held = problem.tensors
+    looked_up = held.base, held.first, held.stride, held.second, held.second_stride
+    return Lookups(held.pool, *looked_up)

@@ -179,8 +179,10 @@ class IntraProgram:
         """
         p = self.problem
         rank_stages, starts, situations, held_starts, held = p.ranks
-        first_rows, sizes, base, first, stride, second, step, birth, death, pool, *_ = p.tensors
-        stage_of = np.repeat(np.arange(len(sizes)), np.diff(first_rows))
+        tensors, sizes, pool = p.tensors, p.tensors.sizes, p.tensors.pool
+        base, first, stride, second = tensors.base, tensors.first, tensors.stride, tensors.second
+        step, birth, death = tensors.second_stride, tensors.birth, tensors.death
+        stage_of = np.repeat(np.arange(len(sizes)), np.diff(tensors.starts))
         uses: list[MemoryUse] = []
         for rank in range(p.capacities.size):
             waiting = np.zeros(p.num_stages)

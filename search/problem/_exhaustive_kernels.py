@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stratagem.searcher.problem._score_kernels import REPLAY, excess_of, score
+from stratagem.searcher.problem._score_kernels import (
+    REPLAY,
+    PlayedBlocks,
+    ScoredArrays,
+    excess_of,
+    score,
+)
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.base.compiling import kernel
 from stratagem.simulator.stage._shut_gates import is_shut
@@ -34,8 +40,43 @@ class Decided(NamedTuple):
     spent: Ints
 
 
-@kernel()
-def decide(depth: int, choice: Ints, decided: Decided, blocks: tuple[Ints, ...]) -> int:
+class PlanOrder(NamedTuple):
+    """In which order plans follow one another.
+
+    Attributes:
+        num_choices: [N], of each operator.
+        free: [depths], the operators with several.
+        touches: [N, S], what is to be done for a stage when an operator's choice changes.
+    """
+
+    num_choices: Ints
+    free: Ints
+    touches: Ints
+
+
+class PlanWalk(NamedTuple):
+    """Where a walk through all plans has come to.
+
+    Attributes:
+        choice: [N], the next plan.
+        dirty: [S], what is to be done for it in each stage, see `REPLAY`.
+        known: [1], down to which depth what is decided of it is known.
+        best: [N], the best plan so far, the first of equals.
+        scores: [excess over the memory, score] of that one, the least pair.
+        block_ns, profiles: see `score`.
+    """
+
+    choice: Ints
+    dirty: Ints
+    known: Ints
+    best: Ints
+    scores: Floats
+    block_ns: Ints
+    profiles: Ints
+
+
+@kernel(inner=True)
+def decide(depth: int, choice: Ints, decided: Decided, blocks: PlayedBlocks) -> int:
     """Ns that a step takes at least, by what is decided down to a depth.
 
         max over resources r of sum over blocks k of loads[r, k] · busiest of k
@@ -43,23 +84,16 @@ def decide(depth: int, choice: Ints, decided: Decided, blocks: tuple[Ints, ...])
     A resource has one task at a time, so no block is shorter than all tasks of its busiest one,
     and what they lose beside rivals only adds to it.
     """
-    pool_ns, pool_mask = blocks[0], blocks[1]
-    gate_starts, gate_operators, gate_offsets, gate_ids = (
-        blocks[14], blocks[15], blocks[16], blocks[17],
-    )  # fmt: skip
-    set_offsets, set_resources = blocks[18], blocks[19]
     spent = decided.spent[depth + 1]
     spent[:] = decided.spent[depth]
     for t in range(decided.starts[depth], decided.starts[depth + 1]):
         block, where, first, stride, second, second_stride, gate = decided.tasks[t]
         where += choice[first] * stride + choice[second] * second_stride
-        if pool_ns[where] == 0 or is_shut(
-            gate, choice, gate_starts, gate_operators, gate_offsets, gate_ids
-        ):
+        if blocks.pool_ns[where] == 0 or is_shut(gate, choice, *blocks.gates):
             continue
-        held = pool_mask[where]
-        for index in range(set_offsets[held], set_offsets[held + 1]):
-            spent[block, set_resources[index]] += pool_ns[where]
+        held = blocks.pool_mask[where]
+        for index in range(blocks.set_offsets[held], blocks.set_offsets[held + 1]):
+            spent[block, blocks.set_resources[index]] += blocks.pool_ns[where]
     least = 0
     for r in range(decided.loads.shape[0]):
         total = 0
@@ -69,21 +103,20 @@ def decide(depth: int, choice: Ints, decided: Decided, blocks: tuple[Ints, ...])
     return least
 
 
-@kernel()
-def go_on(
-    depth: int, choice: Ints, num_choices: Ints, free: Ints, touches: Ints, dirty: Ints
-) -> int:
+@kernel(inner=True)
+def go_on(depth: int, order: PlanOrder, walk: PlanWalk) -> int:
     """Go on to the next plan that is another one down to a depth, the first of those alike there.
 
-    All operators below have their first choice. `dirty` says beside what it said before what has
-    to be done anew for each stage: row i of `touches` where the choice of operator i changed.
+    All operators below have their first choice. `walk.dirty` says beside what it said before what
+    has to be done anew for each stage: row i of `touches` where the choice of operator i changed.
 
     Returns:
         The least depth at which the choice is another one; −1 after the last plan.
     """
+    choice, dirty, touches = walk.choice, walk.dirty, order.touches
     while depth >= 0:
-        i = free[depth]
-        choice[i] = choice[i] + 1 if choice[i] + 1 < num_choices[i] else 0
+        i = order.free[depth]
+        choice[i] = choice[i] + 1 if choice[i] + 1 < order.num_choices[i] else 0
         for stage in range(dirty.size):
             if touches[i, stage] == REPLAY or dirty[stage] == 0:
                 dirty[stage] = touches[i, stage]
@@ -93,65 +126,56 @@ def go_on(
     return depth
 
 
+@kernel(inline="always")
+def passed_over(walk: PlanWalk, decided: Decided, blocks: PlayedBlocks) -> int:
+    """The least depth down to which too much is decided of a plan; that of all where none is."""
+    depths = decided.starts.size - 1
+    if walk.scores[0] == 0.0:
+        for depth in range(walk.known[0], depths):
+            walk.known[0] = depth + 1
+            if decide(depth, walk.choice, decided, blocks) * 1e-9 >= walk.scores[1]:
+                return depth
+    return depths
+
+
+@kernel(inline="always")
+def try_plan(walk: PlanWalk, problem: ScoredArrays) -> None:
+    """Score a plan, and keep it where it is better than the best so far."""
+    scores = walk.scores
+    value = score(walk.dirty, walk.choice, walk.block_ns, walk.profiles, problem)
+    walk.dirty[:] = 0
+    if value < scores[1] or scores[0] > 0.0:
+        excess = excess_of(walk.profiles, problem.capacities, problem.ranks)
+        if excess < scores[0] or (excess == scores[0] and value < scores[1]):
+            scores[0], scores[1] = excess, value
+            walk.best[:] = walk.choice
+
+
 @kernel(cache=True, nogil=True)
 def try_plans(
-    num_plans: int,
-    choice: Ints,
-    num_choices: Ints,
-    free: Ints,
-    touches: Ints,
-    dirty: Ints,
-    decided: Decided,
-    known: Ints,
-    best: Ints,
-    scores: Floats,
-    block_ns: Ints,
-    profiles: Ints,
-    capacities: Ints,
-    blocks: tuple[Ints, ...],
-    tensors: tuple[Ints, ...],
-    ranks: tuple[Ints, ...],
-    crossings: Ints,
-    arrivals: Ints,
-    macro: tuple[Ints, ...],
-    macro_work: Ints,
-    table: Ints,
-    plays: Ints,
+    num_plans: int, order: PlanOrder, walk: PlanWalk, decided: Decided, problem: ScoredArrays
 ) -> int:
-    """Go through `num_plans` plans from `choice` on, or some more; return how many there were.
+    """Go through `num_plans` plans, or some more; return how many there were.
 
-    The arguments from `block_ns` on are those of `score`. Once a plan fits, those are passed over
-    of which too much is decided, see `decide`; `known` is [down to which depth that is known of
-    `choice`]. `scores` is [excess over the memory, score] of `best`, the least pair, the first of
-    equals.
+    Once a plan fits, those are passed over of which too much is decided, see `decide`:
+
+        depth     0  1  2  3
+        choice    2  0  1  0     what is decided down to depth 2 takes as long as the best:
+                  2  0  2  0     so this one is next, and all with 2 0 1 are counted as tried
     """
+    free = order.free
     tried = 0
     while tried < num_plans:
-        depth = free.size
-        if scores[0] == 0.0:
-            for above in range(known[0], free.size):
-                known[0] = above + 1
-                if decide(above, choice, decided, blocks) * 1e-9 >= scores[1]:
-                    depth = above
-                    break
+        depth = passed_over(walk, decided, problem.blocks)
         if depth == free.size:
-            value = score(
-                dirty, choice, block_ns, profiles, capacities, blocks, tensors, ranks, crossings,
-                arrivals, macro, macro_work, table, plays,
-            )  # fmt: skip
-            dirty[:] = 0
-            if value < scores[1] or scores[0] > 0.0:
-                excess = excess_of(profiles, capacities, *ranks)
-                if excess < scores[0] or (excess == scores[0] and value < scores[1]):
-                    scores[0], scores[1] = excess, value
-                    best[:] = choice
+            try_plan(walk, problem)
             depth -= 1
         alike = 1
         for below in range(depth + 1, free.size):
-            alike *= num_choices[free[below]]
+            alike *= order.num_choices[free[below]]
         tried += alike
-        depth = go_on(depth, choice, num_choices, free, touches, dirty)
+        depth = go_on(depth, order, walk)
         if depth < 0:
             break
-        known[0] = min(known[0], depth)
+        walk.known[0] = min(walk.known[0], depth)
     return tried

@@ -9,11 +9,11 @@ Only kernels that Python calls are cached (see `base.compiling`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.compiling import kernel, uncounted
-from stratagem.simulator.engine._event_queue import simulate_tasks
+from stratagem.simulator.engine._event_queue import TaskArrays, Workspace, simulate_tasks
 from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.stage._shut_gates import is_shut
 
@@ -23,115 +23,195 @@ OVER_MEMORY = 4.0
 """Weight of the relative excess over the memory in the score of a plan that does not fit."""
 
 
-@kernel()
-def play_block(
-    block: int,
-    use_inner: int,
-    choice: Ints,
-    pool_ns: Ints,
-    pool_mask: Ints,
-    task_offsets: Ints,
-    successor_starts: Ints,
-    successor_offsets: Ints,
-    successors: Ints,
-    num_predecessors: Ints,
-    base: Ints,
-    inner_base: Ints,
-    first: Ints,
-    stride: Ints,
-    second: Ints,
-    second_stride: Ints,
-    gate: Ints,
-    gate_starts: Ints,
-    gate_operators: Ints,
-    gate_offsets: Ints,
-    gate_ids: Ints,
-    set_offsets: Ints,
-    set_resources: Ints,
-    contention: Ints,
-    work: Ints,
-    free: Ints,
-) -> int:
-    """Makespan in ns of one block under `choice`; every duration is one look-up in the pool.
+class PlayedBlocks(NamedTuple):
+    """The blocks of all stages, one after the other.
+
+    Attributes:
+        pool_ns, pool_mask: what tasks take, and the set of resources that they hold.
+        task_offsets: [B + 1], where the tasks of each block begin.
+        successor_starts: [B + 1], where the edges of each block begin.
+        successor_offsets, successors, num_predecessors: see `TaskGraph`, block by block.
+        base, inner_base: of each task where its entries of the pool begin; 0 for one that is idle.
+        first, stride, second, second_stride: the operators that decide which entry it is.
+        gate: of each task, see `stage.shared_conversions`.
+        gates: see `Sharing.arrays`.
+        set_offsets, set_resources, contention: see `TaskGraph`.
+        work: [9, tasks of the largest block], work space.
+        free: [resources], work space.
+    """
+
+    pool_ns: Ints
+    pool_mask: Ints
+    task_offsets: Ints
+    successor_starts: Ints
+    successor_offsets: Ints
+    successors: Ints
+    num_predecessors: Ints
+    base: Ints
+    inner_base: Ints
+    first: Ints
+    stride: Ints
+    second: Ints
+    second_stride: Ints
+    gate: Ints
+    gates: tuple[Ints, Ints, Ints, Ints]
+    set_offsets: Ints
+    set_resources: Ints
+    contention: Ints
+    work: Ints
+    free: Ints
+
+
+class MeasuredTensors(NamedTuple):
+    """The tensors of all stages, one after the other.
+
+    Attributes:
+        starts: [S + 1], where those of each stage begin.
+        sizes: [S], operators of each stage.
+        base, first, stride, second, second_stride, birth, death, pool: see `Lifetimes`.
+        change: [3 operators of the largest stage + 1], work space.
+        gate: of each tensor, see `stage.shared_conversions`.
+        gates: see `Sharing.arrays`.
+    """
+
+    starts: Ints
+    sizes: Ints
+    base: Ints
+    first: Ints
+    stride: Ints
+    second: Ints
+    second_stride: Ints
+    birth: Ints
+    death: Ints
+    pool: Ints
+    change: Ints
+    gate: Ints
+    gates: tuple[Ints, Ints, Ints, Ints]
+
+
+class RankSituations(NamedTuple):
+    """What ranks hold, and when: see `device_memory`.
+
+    Attributes:
+        stages: [ranks, S], 1 where a rank has a stage.
+        starts: [ranks + 1], where the situations of each rank begin.
+        situations: [situations, 2], the stage that runs and which pass of it.
+        held_starts: [situations + 1], where what is held meanwhile begins.
+        held: [entries, 3], a stage, and of how many microbatches it holds what waits for backward
+            and what waits for the late part of it.
+    """
+
+    stages: Ints
+    starts: Ints
+    situations: Ints
+    held_starts: Ints
+    held: Ints
+
+
+class QueuedPipeline(NamedTuple):
+    """A pipeline of blocks, and the work space in which it is played.
+
+    Attributes:
+        graph: its tasks; durations and sets are filled in from the table of durations.
+        space: of the event engine.
+        held: the set of each task that is not idle.
+        less: the kind of block whose duration each task takes off its own; -1 for none.
+        kind, item: of each task, its entry in the table.
+    """
+
+    graph: TaskArrays
+    space: Workspace
+    held: Ints
+    less: Ints
+    kind: Ints
+    item: Ints
+
+
+class ScoredArrays(NamedTuple):
+    """A problem as scores read it: see `Problem`."""
+
+    capacities: Ints
+    blocks: PlayedBlocks
+    tensors: MeasuredTensors
+    ranks: RankSituations
+    crossings: Ints
+    arrivals: Ints
+    macro: QueuedPipeline
+    table: Ints
+    plays: Ints
+
+
+@uncounted(inline="always")
+def price_tasks(block: int, use_inner: int, choice: Ints, blocks: PlayedBlocks) -> None:
+    """Look up durations and sets of a block's tasks, into the first rows of its work space.
 
     What is behind a gate that is shut is idle (see `stage.shared_conversions`).
     """
-    lo, hi = task_offsets[block], task_offsets[block + 1]
-    count = hi - lo
-    durations, sets = work[0, :count], work[1, :count]
-    for k in range(count):
+    lo = blocks.task_offsets[block]
+    for k in range(blocks.task_offsets[block + 1] - lo):
         task = lo + k
-        where = inner_base[task] if use_inner else base[task]
+        where = blocks.inner_base[task] if use_inner else blocks.base[task]
         if where > 0:
-            where += (
-                choice[first[task]] * stride[task] + choice[second[task]] * second_stride[task]
-            )
-            if is_shut(gate[task], choice, gate_starts, gate_operators, gate_offsets, gate_ids):
+            where += choice[blocks.first[task]] * blocks.stride[task]
+            where += choice[blocks.second[task]] * blocks.second_stride[task]
+            if is_shut(blocks.gate[task], choice, *blocks.gates):
                 where = 0
-        durations[k] = pool_ns[where]
-        sets[k] = pool_mask[where]
-    return simulate_tasks(
-        successor_offsets[lo + block : hi + block + 1],
-        successors[successor_starts[block] : successor_starts[block + 1]],
-        num_predecessors[lo:hi],
-        durations,
-        sets,
-        set_offsets,
-        set_resources,
-        contention,
-        work[2, :count],
-        free,
-        work[3, :count],
-        work[4, :count],
-        work[5, :count],
-        work[6, :count],
-        work[7, :count],
-        work[8, :count],
+        blocks.work[0, k] = blocks.pool_ns[where]
+        blocks.work[1, k] = blocks.pool_mask[where]
+
+
+@uncounted(inner=True)
+def play_block(block: int, use_inner: int, choice: Ints, blocks: PlayedBlocks) -> int:
+    """Makespan in ns of one block under `choice`; every duration is one look-up in the pool."""
+    price_tasks(block, use_inner, choice, blocks)
+    lo, hi = blocks.task_offsets[block], blocks.task_offsets[block + 1]
+    edges = blocks.successors[blocks.successor_starts[block] : blocks.successor_starts[block + 1]]
+    work = blocks.work[:, : hi - lo]
+    graph = TaskArrays(
+        successor_offsets=blocks.successor_offsets[lo + block : hi + block + 1],
+        successors=edges,
+        num_predecessors=blocks.num_predecessors[lo:hi],
+        durations=work[0],
+        resource_sets=work[1],
+        set_offsets=blocks.set_offsets,
+        set_resources=blocks.set_resources,
+        contention=blocks.contention,
     )
+    space = Workspace(
+        remaining=work[2],
+        free=blocks.free,
+        heap_ready=work[3],
+        heap_task=work[4],
+        stack=work[5],
+        ready=work[6],
+        start=work[7],
+        end=work[8],
+    )
+    return simulate_tasks(graph, space)
 
 
-@kernel()
-def measure_stage(
-    stage: int,
-    choice: Ints,
-    profile: Ints,
-    starts: Ints,
-    num_operators: Ints,
-    base: Ints,
-    first: Ints,
-    stride: Ints,
-    second: Ints,
-    second_stride: Ints,
-    birth: Ints,
-    death: Ints,
-    pool: Ints,
-    change: Ints,
-    gate: Ints,
-    gate_starts: Ints,
-    gate_operators: Ints,
-    gate_offsets: Ints,
-    gate_ids: Ints,
-) -> None:
+@uncounted(inner=True)
+def measure_stage(stage: int, choice: Ints, profile: Ints, tensors: MeasuredTensors) -> None:
     """Fill `profile` of a stage: state, held between passes (2), peaks of the three passes (3).
 
-    Tensors are those of `stage.tensor_lifetimes`; `change` is work space of 3n + 1.
+    Tensors are those of `stage.tensor_lifetimes`.
     """
-    n = num_operators[stage]
+    n, change = tensors.sizes[stage], tensors.change
     change[: 3 * n + 1] = 0
     profile[:] = 0
-    for k in range(starts[stage], starts[stage + 1]):
-        if is_shut(gate[k], choice, gate_starts, gate_operators, gate_offsets, gate_ids):
+    for k in range(tensors.starts[stage], tensors.starts[stage + 1]):
+        if is_shut(tensors.gate[k], choice, *tensors.gates):
             continue
-        nbytes = pool[
-            base[k] + choice[first[k]] * stride[k] + choice[second[k]] * second_stride[k]
-        ]
-        if birth[k] < 0:
+        where = tensors.base[k] + choice[tensors.first[k]] * tensors.stride[k]
+        nbytes = tensors.pool[where + choice[tensors.second[k]] * tensors.second_stride[k]]
+        birth, death = tensors.birth[k], tensors.death[k]
+        if birth < 0:
             profile[0] += nbytes
             continue
-        change[birth[k]] += nbytes
-        change[death[k] + 1] -= nbytes
+        change[birth] += nbytes
+        change[death + 1] -= nbytes
         for which in range(1, 3):
-            if birth[k] < which * n and which * n <= death[k]:
+            if birth < which * n and which * n <= death:
                 profile[which] += nbytes
     alive = 0
     for which in range(3):
@@ -141,50 +221,33 @@ def measure_stage(
 
 
 @kernel(cache=True)
-def rank_peak(
-    rank: int,
-    profiles: Ints,
-    rank_stages: Ints,
-    situation_starts: Ints,
-    situations: Ints,
-    held_starts: Ints,
-    held: Ints,
-) -> int:
+def rank_peak(rank: int, profiles: Ints, ranks: RankSituations) -> int:
     """Bytes per device of a rank at its peak: its worst situation (see `device_memory`)."""
     state = 0
-    for stage in range(rank_stages.shape[1]):
-        state += profiles[stage, 0] * rank_stages[rank, stage]
+    for stage in range(ranks.stages.shape[1]):
+        state += profiles[stage, 0] * ranks.stages[rank, stage]
     peak = 0
-    for k in range(situation_starts[rank], situation_starts[rank + 1]):
-        total = profiles[situations[k, 0], 3 + situations[k, 1]]
-        for h in range(held_starts[k], held_starts[k + 1]):
-            stage = held[h, 0]
-            total += held[h, 1] * profiles[stage, 1] + held[h, 2] * profiles[stage, 2]
+    for k in range(ranks.starts[rank], ranks.starts[rank + 1]):
+        total = profiles[ranks.situations[k, 0], 3 + ranks.situations[k, 1]]
+        for h in range(ranks.held_starts[k], ranks.held_starts[k + 1]):
+            stage = ranks.held[h, 0]
+            total += ranks.held[h, 1] * profiles[stage, 1]
+            total += ranks.held[h, 2] * profiles[stage, 2]
         peak = max(peak, total)
     return state + peak
 
 
-@kernel()
-def excess_of(
-    profiles: Ints,
-    capacities: Ints,
-    rank_stages: Ints,
-    situation_starts: Ints,
-    situations: Ints,
-    held_starts: Ints,
-    held: Ints,
-) -> float:
+@kernel(inner=True)
+def excess_of(profiles: Ints, capacities: Ints, ranks: RankSituations) -> float:
     """The greatest share of its memory by which a rank is over it; 0 where all fit."""
     excess = 0.0
     for rank in range(capacities.size):
-        peak = rank_peak(
-            rank, profiles, rank_stages, situation_starts, situations, held_starts, held
-        )
+        peak = rank_peak(rank, profiles, ranks)
         excess = max(excess, (peak - capacities[rank]) / capacities[rank])
     return excess
 
 
-@kernel()
+@kernel(inner=True)
 def fill_crossings(
     table: Ints, num_items: int, choice: Ints, pool_ns: Ints, crossings: Ints, arrivals: Ints
 ) -> None:
@@ -204,90 +267,49 @@ def fill_crossings(
             ]
 
 
-@kernel()
+@kernel(inner=True)
 def score(
-    dirty: Ints,
-    choice: Ints,
-    block_ns: Ints,
-    profiles: Ints,
-    capacities: Ints,
-    blocks: tuple[Ints, ...],
-    tensors: tuple[Ints, ...],
-    ranks: tuple[Ints, ...],
-    crossings: Ints,
-    arrivals: Ints,
-    macro: tuple[Ints, ...],
-    macro_work: Ints,
-    table: Ints,
-    plays: Ints,
+    dirty: Ints, choice: Ints, block_ns: Ints, profiles: Ints, problem: ScoredArrays
 ) -> float:
     """Score of a plan: seconds of its step, times more than 1 when a rank is over its memory.
 
     Replays the blocks of the stages marked `REPLAY` in `dirty`, then the macro graph. `block_ns`
     and `profiles` are updated for those stages, `profiles` for stages marked `MEASURE` too.
     """
+    table, plays = problem.table, problem.plays
     num_items, flat = table.shape[1], table.ravel()
     for s in range(dirty.size):
         if dirty[s]:
-            measure_stage(s, choice, profiles[s], *tensors)
+            measure_stage(s, choice, profiles[s], problem.tensors)
     for k in range(plays.shape[0]):
         s, kind, block, inner = plays[k]
         if dirty[s] == REPLAY:
-            block_ns[kind, s] = play_block(block, inner, choice, *blocks)
+            block_ns[kind, s] = play_block(block, inner, choice, problem.blocks)
         table[kind, s] = block_ns[kind, s]
-    fill_crossings(flat, num_items, choice, blocks[0], crossings, arrivals)
-    played: int = play_in_queue(flat, num_items, *macro, macro_work)  # type: ignore[call-arg]
-    excess: float = excess_of(profiles, capacities, *ranks)
+    fill_crossings(
+        flat, num_items, choice, problem.blocks.pool_ns, problem.crossings, problem.arrivals
+    )
+    played = play_in_queue(flat, num_items, problem.macro)
+    excess = excess_of(profiles, problem.capacities, problem.ranks)
     return played * 1e-9 * (1.0 + OVER_MEMORY * excess)
 
 
 @kernel(cache=True, nogil=True)
-def score_plan(*arguments: Any) -> float:
+def score_plan(
+    dirty: Ints, choice: Ints, block_ns: Ints, profiles: Ints, problem: ScoredArrays
+) -> float:
     """`score` as an entry from Python."""
-    found: float = score(*arguments)
-    return found
+    return score(dirty, choice, block_ns, profiles, problem)
 
 
-@uncounted()
-def play_in_queue(
-    table: Ints,
-    num_items: int,
-    successor_offsets: Ints,
-    successors: Ints,
-    num_predecessors: Ints,
-    resource_sets: Ints,
-    set_offsets: Ints,
-    set_resources: Ints,
-    contention: Ints,
-    free: Ints,
-    less: Ints,
-    kind: Ints,
-    item: Ints,
-    work: Ints,
-) -> int:
+@uncounted(inner=True)
+def play_in_queue(table: Ints, num_items: int, macro: QueuedPipeline) -> int:
     """Makespan in ns of any pipeline of blocks; `table` is flat by kind and item."""
-    durations, sets = work[0], work[1]
-    for task in range(kind.size):
-        durations[task] = table[kind[task] * num_items + item[task]]
-        if less[task] >= 0:
-            before = table[less[task] * num_items + item[task]]
+    durations, sets = macro.graph.durations, macro.graph.resource_sets
+    for task in range(macro.kind.size):
+        durations[task] = table[macro.kind[task] * num_items + macro.item[task]]
+        if macro.less[task] >= 0:
+            before = table[macro.less[task] * num_items + macro.item[task]]
             durations[task] = max(0, durations[task] - before)
-        sets[task] = resource_sets[task] if durations[task] > 0 else 0
-    return simulate_tasks(
-        successor_offsets,
-        successors,
-        num_predecessors,
-        durations,
-        sets,
-        set_offsets,
-        set_resources,
-        contention,
-        work[2],
-        free,
-        work[3],
-        work[4],
-        work[5],
-        work[6],
-        work[7],
-        work[8],
-    )
+        sets[task] = macro.held[task] if durations[task] > 0 else 0
+    return simulate_tasks(macro.graph, macro.space)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stratagem.searcher.problem._exhaustive_kernels import Decided, try_plans
+from stratagem.searcher.problem._exhaustive_kernels import Decided, PlanOrder, PlanWalk, try_plans
 from stratagem.searcher.problem._score_kernels import MEASURE, REPLAY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import arguments_of
+from stratagem.searcher.problem.scoring import scored_arrays
 from stratagem.searcher.problem.tensors_touched import stages_touched
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import (
@@ -85,30 +85,21 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
             f"the limit of {limit:.3g}: raise the limit, or anneal"
         )
     choice = np.zeros(num_choices.size, dtype=np.int64)
-    best, scores = choice.copy(), np.full(2, np.inf)
-    dirty = np.full(problem.num_stages, REPLAY, dtype=np.int64)
-    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
-    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
-    free, touches = np.flatnonzero(num_choices > 1), _touches(problem)
-    decided, known = _decided(problem, free), np.zeros(1, dtype=np.int64)
+    order = PlanOrder(num_choices, np.flatnonzero(num_choices > 1), _touches(problem))
+    walk = PlanWalk(
+        choice=choice,
+        dirty=np.full(problem.num_stages, REPLAY, dtype=np.int64),
+        known=np.zeros(1, dtype=np.int64),
+        best=choice.copy(),
+        scores=np.full(2, np.inf),
+        block_ns=np.zeros((SEND, problem.num_stages), dtype=np.int64),
+        profiles=np.zeros((problem.num_stages, 6), dtype=np.int64),
+    )
+    decided, scored = _decided(problem, order.free), scored_arrays(problem)
     done = 0
     while done < num_plans:
-        done += try_plans(
-            BATCH,
-            choice,
-            num_choices,
-            free,
-            touches,
-            dirty,
-            decided,
-            known,
-            best,
-            scores,
-            block_ns,
-            profiles,
-            *arguments_of(problem),
-        )
-    return Optimum(best, float(scores[1]), bool(scores[0] == 0.0), num_plans)
+        done += try_plans(BATCH, order, walk, decided, scored)
+    return Optimum(walk.best, float(walk.scores[1]), bool(walk.scores[0] == 0.0), num_plans)
 
 
 def exhaustive_plans(
@@ -201,17 +192,17 @@ def _decided(problem: Problem, free: Ints) -> Decided:
     """Which tasks of the blocks that a step plays are decided with each `free` operator."""
     depth_of = np.zeros(len(problem.choices), dtype=np.int64)
     depth_of[free] = np.arange(free.size)
-    _, _, offsets, _, _, _, _, *columns = problem.blocks[:14]
-    base, inner_base, first, stride, second, second_stride, gate = columns
-    gate_starts, gate_operators = problem.blocks[14:16]
+    blocks = problem.blocks
+    offsets, (gate_starts, gate_operators, _, _) = blocks.task_offsets, blocks.gates
+    looked_up = (blocks.first, blocks.stride, blocks.second, blocks.second_stride, blocks.gate)
     rows, depths = [], []
     for k, (_, _, block, inner) in enumerate(problem.plays.tolist()):
         tasks = np.arange(offsets[block], offsets[block + 1])
-        where = (inner_base if inner else base)[tasks]
+        where = (blocks.inner_base if inner else blocks.base)[tasks]
         tasks, where = tasks[where > 0], where[where > 0]
-        columns = [c[tasks] for c in (first, stride, second, second_stride, gate)]
+        columns = [c[tasks] for c in looked_up]
         rows.append(np.column_stack([np.full_like(tasks, k), where, *columns]))
-        depth = np.maximum(depth_of[first[tasks]], depth_of[second[tasks]])
+        depth = np.maximum(depth_of[columns[0]], depth_of[columns[2]])
         for row in np.flatnonzero(columns[-1] >= 0).tolist():
             begin, end = gate_starts[columns[-1][row] : columns[-1][row] + 2]
             rivals = depth_of[gate_operators[begin:end]]

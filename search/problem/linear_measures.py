@@ -206,7 +206,7 @@ def crossing_lookups(problem: Problem) -> Lookups:
     """What travels between stages in ns, tensor by tensor: a row each of `Problem.crossings`."""
     rows = problem.crossings
     ones = np.ones(len(rows), dtype=np.int64)
-    return Lookups(problem.blocks[0], rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
+    return Lookups(problem.blocks.pool_ns, rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
 
 @kernel(cache=True)

@@ -10,10 +10,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from stratagem.searcher.problem._score_kernels import (
+    MeasuredTensors,
+    PlayedBlocks,
+    QueuedPipeline,
+    RankSituations,
+)
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.skeletons import Options, Skeleton, distinct_stages, operator_choices
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.engine.event_engine import allocate
 from stratagem.simulator.engine.task_graph import contention_table
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -71,15 +78,14 @@ class Problem:
     skeleton: Skeleton
     stage_of: Ints
     capacities: Ints
-    blocks: tuple[Ints, ...]
-    tensors: tuple[Ints, ...]
+    blocks: PlayedBlocks
+    tensors: MeasuredTensors
     tensor_sharing: Sharing
-    ranks: tuple[Ints, ...]
+    ranks: RankSituations
     crossings: Ints
     arrivals: Ints
-    macro: tuple[Ints, ...]
+    macro: QueuedPipeline
     plays: Ints
-    macro_work: Ints
     table: Ints
 
     @property
@@ -223,7 +229,6 @@ def problem_of(
     _check_folded(priced)
     blocks, macro = priced.blocks, priced.macro
     flat_blocks, crossings, arrivals = _flat_blocks(blocks, priced.crossings)
-    graph_arrays = macro.graph.arrays()
     capacities, ranks = _flat_situations(pipeline)
     tensors, tensor_sharing = _flat_tensors(priced)
     if headroom:
@@ -240,16 +245,8 @@ def problem_of(
         ranks=ranks,
         crossings=crossings,
         arrivals=arrivals,
-        macro=(
-            *graph_arrays[:3],
-            *graph_arrays[4:],
-            np.zeros(macro.graph.num_resources, dtype=np.int64),
-            macro.less,
-            macro.kind,
-            macro.item,
-        ),
+        macro=_queued(macro),
         plays=_plays(blocks, np.concatenate([macro.kind, macro.less])),
-        macro_work=np.zeros((9, macro.graph.num_tasks), dtype=np.int64),
         table=np.zeros((NUM_KINDS, macro.num_items), dtype=np.int64),
     )
 
@@ -342,7 +339,7 @@ def _distinct(choices: Sequence[tuple[Choice, ...]]) -> Iterable[tuple[Choice, .
 def _flat_blocks(
     blocks: Sequence[StageBlocks],
     crossing: Sequence[Crossing],
-) -> tuple[tuple[Ints, ...], Ints, Ints]:
+) -> tuple[PlayedBlocks, Ints, Ints]:
     """All blocks in one set of arrays, all pools in one pool; and what crosses between stages."""
     shifted: list[tuple[Ints, Ints]] = []
     flat = [block for stage in blocks for block in stage.all]
@@ -378,27 +375,27 @@ def _flat_blocks(
     def joined(pick: Callable[[int], Ints]) -> Ints:
         return np.concatenate([pick(k) for k in range(len(flat))])
 
-    arrays = (
-        _joined(pool_ns),
-        _joined(pool_mask),
-        tasks.astype(np.int64),
-        starts.astype(np.int64),
-        joined(lambda k: flat[k].successor_offsets),
-        joined(lambda k: flat[k].successors),
-        joined(lambda k: flat[k].num_predecessors),
-        joined(lambda k: shifted[k][0]),
-        joined(lambda k: shifted[k][1]),
-        joined(lambda k: flat[k].first),
-        joined(lambda k: flat[k].stride),
-        joined(lambda k: flat[k].second),
-        joined(lambda k: flat[k].second_stride),
-        joined(lambda k: gates[k]),
-        *sharing.arrays,
-        SET_OFFSETS,
-        SET_RESOURCES,
-        contention_table(SET_OFFSETS, SET_RESOURCES, RIVALS, blocks[0].slowdown),
-        np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
-        np.zeros(NUM_RESOURCES, dtype=np.int64),
+    arrays = PlayedBlocks(
+        pool_ns=_joined(pool_ns),
+        pool_mask=_joined(pool_mask),
+        task_offsets=tasks.astype(np.int64),
+        successor_starts=starts.astype(np.int64),
+        successor_offsets=joined(lambda k: flat[k].successor_offsets),
+        successors=joined(lambda k: flat[k].successors),
+        num_predecessors=joined(lambda k: flat[k].num_predecessors),
+        base=joined(lambda k: shifted[k][0]),
+        inner_base=joined(lambda k: shifted[k][1]),
+        first=joined(lambda k: flat[k].first),
+        stride=joined(lambda k: flat[k].stride),
+        second=joined(lambda k: flat[k].second),
+        second_stride=joined(lambda k: flat[k].second_stride),
+        gate=joined(lambda k: gates[k]),
+        gates=sharing.arrays,
+        set_offsets=SET_OFFSETS,
+        set_resources=SET_RESOURCES,
+        contention=contention_table(SET_OFFSETS, SET_RESOURCES, RIVALS, blocks[0].slowdown),
+        work=np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
+        free=np.zeros(NUM_RESOURCES, dtype=np.int64),
     )
     flat_crossings = np.array(crossings, dtype=np.int64).reshape(-1, 8)
     return arrays, flat_crossings, np.array(arrivals, dtype=np.int64)
@@ -423,7 +420,7 @@ def _plays(blocks: Sequence[StageBlocks], kinds: Ints) -> Ints:
     return np.array(plays, dtype=np.int64)
 
 
-def _flat_tensors(priced: PricedPipeline) -> tuple[tuple[Ints, ...], Sharing]:
+def _flat_tensors(priced: PricedPipeline) -> tuple[MeasuredTensors, Sharing]:
     """The tensors of all stages as the kernels take them, and their gates."""
     columns: list[tuple[Ints, ...]] = []
     pool: list[Ints] = []
@@ -440,19 +437,28 @@ def _flat_tensors(priced: PricedPipeline) -> tuple[tuple[Ints, ...], Sharing]:
     sizes = [len(table.operators) for table in priced.tables]
     sharing, begins = joined_sharing(shared)
     gates = [np.where(g < 0, OPEN, g + at) for g, at in zip(gates, begins, strict=True)]
-    arrays = (
-        np.cumsum([0, *(stage[0].size for stage in columns)]).astype(np.int64),
-        np.array(sizes, dtype=np.int64),
-        *(np.concatenate([stage[k] for stage in columns]) for k in range(7)),
-        np.concatenate(pool),
-        np.zeros(3 * max(sizes) + 1, dtype=np.int64),
-        np.concatenate(gates),
-        *sharing.arrays,
+    base, first, stride, second, second_stride, birth, death = map(
+        np.concatenate, zip(*columns, strict=True)
+    )
+    arrays = MeasuredTensors(
+        starts=np.cumsum([0, *(stage[0].size for stage in columns)]).astype(np.int64),
+        sizes=np.array(sizes, dtype=np.int64),
+        base=base,
+        first=first,
+        stride=stride,
+        second=second,
+        second_stride=second_stride,
+        birth=birth,
+        death=death,
+        pool=np.concatenate(pool),
+        change=np.zeros(3 * max(sizes) + 1, dtype=np.int64),
+        gate=np.concatenate(gates),
+        gates=sharing.arrays,
     )
     return arrays, sharing
 
 
-def _flat_situations(pipeline: PlannedPipeline) -> tuple[Ints, tuple[Ints, ...]]:
+def _flat_situations(pipeline: PlannedPipeline) -> tuple[Ints, RankSituations]:
     """Per rank the bytes of its device; and which stages it has and its situations, flat."""
     schedule, cluster = pipeline.schedule, pipeline.cluster
     split = schedule.splits_backward
@@ -468,12 +474,28 @@ def _flat_situations(pipeline: PlannedPipeline) -> tuple[Ints, tuple[Ints, ...]]
     meshes = [pipeline.meshes[found[0][0].stage] for found in ranks]
     capacities = np.array([mesh.memory_bytes(cluster) for mesh in meshes], dtype=np.int64)
     held = [each for situation, _ in flat for each in situation.held]
-    return capacities, (
-        stages,
-        np.cumsum([0, *(len(found) for found in ranks)]).astype(np.int64),
-        np.array([(situation.stage, which) for situation, which in flat], dtype=np.int64),
-        np.cumsum([0, *(len(situation.held) for situation, _ in flat)]).astype(np.int64),
-        np.array(held, dtype=np.int64).reshape(-1, 3),
+    return capacities, RankSituations(
+        stages=stages,
+        starts=np.cumsum([0, *(len(found) for found in ranks)]).astype(np.int64),
+        situations=np.array([(s.stage, which) for s, which in flat], dtype=np.int64),
+        held_starts=np.cumsum([0, *(len(s.held) for s, _ in flat)]).astype(np.int64),
+        held=np.array(held, dtype=np.int64).reshape(-1, 3),
+    )
+
+
+def _queued(macro: MacroGraph) -> QueuedPipeline:
+    """The pipeline of blocks with work space, as the event engine plays it."""
+    graph = macro.graph
+    return QueuedPipeline(
+        graph=graph.arrays()._replace(
+            durations=np.zeros_like(graph.durations),
+            resource_sets=np.zeros_like(graph.resource_sets),
+        ),
+        space=allocate(graph),
+        held=graph.resource_sets,
+        less=macro.less,
+        kind=macro.kind,
+        item=macro.item,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.priced_skeleton import Problem
-from stratagem.searcher.problem.scoring import arguments_of, peaks_of
+from stratagem.searcher.problem.scoring import peaks_of, scored_arrays
 from stratagem.searcher.problem.tensors_touched import stages_touched
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine.delta_engine import DeltaEngine
@@ -122,7 +122,7 @@ class ReplayedPlan:
         problem = self._problem
         score = float(
             _score_kernels.score_plan(
-                dirty, self.choice, self._block_ns, self._profiles, *arguments_of(problem)
+                dirty, self.choice, self._block_ns, self._profiles, scored_arrays(problem)
             )
         )
         peaks = peaks_of(problem, self._profiles)

@@ -93,18 +93,20 @@ def always_fits(problem: Problem) -> bool:
         >>> always_fits(problem)
         True
     """
-    starts, sizes, _, first, _, second, _, birth, death, _, change, gate, *gates = problem.tensors
-    most, idle = _largest(problem), np.zeros_like(first)
+    most, idle = _largest(problem), np.zeros_like(problem.tensors.base)
+    largest = problem.tensors._replace(
+        base=np.arange(len(most)),
+        stride=idle,
+        second_stride=idle,
+        pool=most,
+        gate=np.full_like(problem.tensors.gate, OPEN),
+    )
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     nobody = np.zeros(len(problem.choices), dtype=np.int64)
-    where = np.arange(len(most)), first, idle, second, idle
     for stage in range(problem.num_stages):
-        _score_kernels.measure_stage.py_func(
-            stage, nobody, profiles[stage], starts, sizes, *where, birth, death, most, change,
-            np.full_like(gate, OPEN), *gates,
-        )  # fmt: skip
+        _score_kernels.measure_stage.py_func(stage, nobody, profiles[stage], largest)
     return all(
-        _score_kernels.rank_peak.py_func(rank, profiles, *problem.ranks) <= capacity
+        _score_kernels.rank_peak.py_func(rank, profiles, problem.ranks) <= capacity
         for rank, capacity in enumerate(problem.capacities.tolist())
     )
 
@@ -112,13 +114,14 @@ def always_fits(problem: Problem) -> bool:
 def _largest(problem: Problem) -> Ints:
     """The most bytes of each tensor under any choices of the operators that decide it."""
     counts = np.array([len(listed) for listed in problem.choices])
-    _, _, base, first, stride, second, second_stride, _, _, pool, *_ = problem.tensors
+    tensors = problem.tensors
+    first, second, second_stride = tensors.first, tensors.second, tensors.second_stride
     theirs = np.where((second == first) | (second_stride == 0), 1, counts[second])
-    strides = stride + np.where(second == first, second_stride, 0)
-    rows = np.stack([base, counts[first], strides, theirs, second_stride], axis=1)
+    strides = tensors.stride + np.where(second == first, second_stride, 0)
+    rows = np.stack([tensors.base, counts[first], strides, theirs, second_stride], axis=1)
     distinct, number = np.unique(rows, axis=0, return_inverse=True)
     most = [
-        pool[at + np.arange(n)[:, None] * step + np.arange(m)[None, :] * other].max()
+        tensors.pool[at + np.arange(n)[:, None] * step + np.arange(m)[None, :] * other].max()
         for at, n, step, m, other in distinct.tolist()
     ]
     found: Ints = np.array(most, dtype=np.int64)[number.ravel()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from stratagem.searcher.problem import _score_kernels
+from stratagem.searcher.problem._score_kernels import ScoredArrays
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.simulation.device_memory import DeviceMemory
@@ -17,22 +17,21 @@ from stratagem.simulator.simulation.device_memory import DeviceMemory
 def peaks_of(p: Problem, profiles: Ints) -> list[int]:
     """Bytes per device of each rank at its peak, from the `profiles` of its stages."""
     ranks = range(p.capacities.size)
-    return [int(_score_kernels.rank_peak(rank, profiles, *p.ranks)) for rank in ranks]
+    return [int(_score_kernels.rank_peak(rank, profiles, p.ranks)) for rank in ranks]
 
 
-def arguments_of(p: Problem) -> tuple[Any, ...]:
-    """What the kernels take of a problem, in their order."""
-    return (
-        p.capacities,
-        p.blocks,
-        p.tensors,
-        p.ranks,
-        p.crossings,
-        p.arrivals,
-        p.macro,
-        p.macro_work,
-        p.table,
-        p.plays,
+def scored_arrays(p: Problem) -> ScoredArrays:
+    """What scores read of a problem; their kernels write to its work space and its table."""
+    return ScoredArrays(
+        capacities=p.capacities,
+        blocks=p.blocks,
+        tensors=p.tensors,
+        ranks=p.ranks,
+        crossings=p.crossings,
+        arrivals=p.arrivals,
+        macro=p.macro,
+        table=p.table,
+        plays=p.plays,
     )
 
 

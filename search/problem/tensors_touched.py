@@ -31,18 +31,18 @@ def tensors_touched(problem: Problem) -> Touched:
 
 
 def _touched(problem: Problem) -> Touched:
-    begins, sizes, base, first, _, second, strides, *_ = problem.tensors
-    gate = problem.tensors[11]
-    tensors = np.arange(base.size)
-    pairs = (strides > 0) & (second != first)
-    everywhere = np.ones(base.size, dtype=np.bool_)
-    gated, rivals = gate_owners(gate, problem.tensor_sharing, everywhere)
+    held = problem.tensors
+    first, second = held.first, held.second
+    tensors = np.arange(first.size)
+    pairs = (held.second_stride > 0) & (second != first)
+    everywhere = np.ones(first.size, dtype=np.bool_)
+    gated, rivals = gate_owners(held.gate, problem.tensor_sharing, everywhere)
     owners = np.concatenate([first, second[pairs], rivals])
     order = np.argsort(owners, kind="stable")
     return Touched(
         np.searchsorted(owners[order], np.arange(len(problem.choices) + 1)),
         np.concatenate([tensors, tensors[pairs], gated])[order],
-        np.repeat(np.arange(sizes.size), np.diff(begins)),
+        np.repeat(np.arange(held.sizes.size), np.diff(held.starts)),
     )
 
 

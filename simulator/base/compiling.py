@@ -170,7 +170,7 @@ def _warn_not_kept() -> None:
 
 
 def kernel(
-    *, cache: bool = False, **options: Any
+    *, cache: bool = False, inner: bool = False, **options: Any
 ) -> Callable[[Callable[Given, Found]], CompiledKernel[Given, Found]]:
     """`numba.njit` for kernels, which count from the front.
 
@@ -178,14 +178,23 @@ def kernel(
     folder, see `KernelCache`; where neither can be written to it is compiled anew in every
     process, with a warning.
 
+    Of an ``inner`` kernel, which only kernels call, nothing is made that Python could call: to
+    take its arguments apart is a good part of what a kernel of many arrays takes to compile.
+    Calling one from Python is a `TypeError`.
+
     Example:
         >>> import numpy as np
         >>> kernel()(lambda array, index: array[index])(np.array([3, 4]), 1)
         4
     """
 
+    if inner:
+        options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
     def compiled(function: Callable[Given, Found]) -> CompiledKernel[Given, Found]:
         made: Any = njit(pipeline_class=KernelCompiler, **options)(function)
+        if inner and hasattr(made, "overloads"):  # not with NUMBA_DISABLE_JIT
+            _refuse_python(made)
         if cache:
             try:
                 made._cache = KernelCache(function)  # type: ignore[no-untyped-call]
@@ -197,6 +206,19 @@ def kernel(
         return wrapped
 
     return compiled
+
+
+def _refuse_python(made: Any) -> None:
+    """Let a call from Python raise, which numba would go through with and end the process."""
+
+    def keep(compiled: Any) -> None:
+        made.overloads[tuple(compiled.signature.args)] = compiled
+
+    def refuse(*_: Any, **__: Any) -> None:
+        name = made.py_func.__name__
+        raise TypeError(f"{name} is an inner kernel: call what calls it, or {name}.py_func")
+
+    made.add_overload, made._compile_for_args = keep, refuse
 
 
 uncounted = partial(kernel, _nrt=False)

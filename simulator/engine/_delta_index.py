@@ -108,14 +108,14 @@ class DeltaState(NamedTuple):
     heap_task: Ints
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def highest_bit(word: int) -> int:
     """Return the number of the highest bit of a word of 32 bits that is not 0."""
     # Its exponent as a float says it.
     return int(np.float64(word).view(np.int64) >> 52) - 1023
 
 
-@uncounted()
+@uncounted(inner=True)
 def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position holds a resource."""
     for level in range(LEVELS, numbers.size):
@@ -123,7 +123,7 @@ def mark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None
         position >>= 5
 
 
-@uncounted()
+@uncounted(inner=True)
 def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> None:
     """Note that the task at a position does not hold a resource."""
     for level in range(LEVELS, numbers.size):
@@ -134,7 +134,7 @@ def unmark_holder(held: Ints, numbers: Ints, resource: int, position: int) -> No
         position >>= 5
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
     """Return the last position before another that holds a resource, or -1."""
     for level in range(LEVELS, numbers.size):
@@ -148,7 +148,7 @@ def last_holder(held: Ints, numbers: Ints, resource: int, before: int) -> int:
     return -1
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def chunk_shift(latest: Ints, numbers: Ints, chunk: int) -> int:
     """Return the ns to add to the times of a chunk: the sum from its leaf to below the root."""
     shift = 0
@@ -158,7 +158,7 @@ def chunk_shift(latest: Ints, numbers: Ints, chunk: int) -> int:
     return shift
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def refresh_node(latest: Ints, numbers: Ints, level: int, node: int) -> None:
     """Bring the latest end of a node up to date after one below it changed."""
     first = numbers[level - 1] + (node << CHUNK_BITS)
@@ -169,7 +169,7 @@ def refresh_node(latest: Ints, numbers: Ints, level: int, node: int) -> None:
     latest[0, node] = top + latest[1, node]
 
 
-@uncounted()
+@uncounted(inner=True)
 def refresh_chunk(latest: Ints, numbers: Ints, rows: Ints, chunk: int) -> None:
     """Bring the latest end of a chunk, and of all nodes above it, up to date."""
     top = NEVER
@@ -181,7 +181,7 @@ def refresh_chunk(latest: Ints, numbers: Ints, rows: Ints, chunk: int) -> None:
         refresh_node(latest, numbers, level, chunk)
 
 
-@uncounted()
+@uncounted(inner=True)
 def shift_from(latest: Ints, numbers: Ints, rows: Ints, position: int, shift: int) -> None:
     """Add ``shift`` to all times from a position on, which is not the first."""
     node = (position + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS
@@ -203,7 +203,7 @@ def shift_from(latest: Ints, numbers: Ints, rows: Ints, position: int, shift: in
         first = node + 1
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def latest_of_chunks(latest: Ints, numbers: Ints, left: int, right: int) -> int:
     """Return the latest end in the chunks from ``left`` to ``right``, both included."""
     top_left, top_right = latest[0, left], latest[0, right]
@@ -228,7 +228,7 @@ def latest_of_chunks(latest: Ints, numbers: Ints, left: int, right: int) -> int:
     return top
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def latest_end(latest: Ints, numbers: Ints, rows: Ints, begin: int, stop: int) -> int:
     """Return the latest end at the positions from ``begin`` to before ``stop``."""
     first, last = begin >> CHUNK_BITS, stop >> CHUNK_BITS
@@ -250,7 +250,7 @@ def latest_end(latest: Ints, numbers: Ints, rows: Ints, begin: int, stop: int) -
     return top
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def effect_position(state: DeltaState, changed: int) -> int:
     """Return the first position whose state a change of a task can alter.
 
@@ -271,7 +271,7 @@ def effect_position(state: DeltaState, changed: int) -> int:
     return place
 
 
-@uncounted()
+@uncounted(inner=True)
 def record_play(state: DeltaState) -> int:
     """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
     task, rows, links = state.task, state.rows, state.links
@@ -339,7 +339,7 @@ def record_play(state: DeltaState) -> int:
     return makespan
 
 
-@uncounted()
+@uncounted(inner=True)
 def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
     """Note whether the task at a position holds the resources of a set."""
     first = state.numbers[SET_LINKS] + resources
@@ -351,7 +351,7 @@ def mark_set(state: DeltaState, resources: int, place: int, held: bool) -> None:
             unmark_holder(state.held, state.numbers, resource, place)
 
 
-@uncounted()
+@uncounted(inner=True)
 def rewrite_window(state: DeltaState, begin: int, stop: int) -> None:
     """Write a replayed window over the played one; both hold the same tasks."""
     task = state.task

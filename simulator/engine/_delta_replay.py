@@ -72,10 +72,17 @@ from stratagem.simulator.engine._delta_index import (
     rewrite_window,
     shift_from,
 )
-from stratagem.simulator.engine._event_queue import pop_task, push_task, simulate_tasks, slowed_by
+from stratagem.simulator.engine._event_queue import (
+    TaskArrays,
+    Workspace,
+    pop_task,
+    push_task,
+    simulate_tasks,
+    slowed_by,
+)
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
     """Return when a resource becomes free in the replay of a window that begins at ``begin``."""
     generation = state.numbers[GENERATION]
@@ -94,7 +101,7 @@ def free_time(state: DeltaState, resource: int, begin: int, shift: int) -> int:
     return known
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def release_successors(
     state: DeltaState, taken: int, time: int, begin: int, shift: int, size: int
 ) -> int:
@@ -142,7 +149,7 @@ def release_successors(
     return size
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -> int:
     """Return the latest end, of either timeline, of a task whose end did not move by a candidate.
 
@@ -156,7 +163,7 @@ def horizon_of(rows: Ints, begin: int, stop: int, candidate: int, before: int) -
     return horizon
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) -> int:
     """Let a task that is ready at ``time`` hold its resources; return when it ends."""
     held = state.numbers[SET_LINKS] + state.task[taken, SET]
@@ -177,7 +184,7 @@ def take_task(state: DeltaState, taken: int, time: int, begin: int, shift: int) 
     return time
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def replay_window(
     state: DeltaState,
     begin: int,
@@ -316,7 +323,7 @@ def replay_window(
     return place, candidate, num_changes, newest, oldest
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def replay(state: DeltaState) -> int:
     """Replay all that the noted changes alter; return the makespan in ns, or -1 to give up."""
     numbers, rows = state.numbers, state.rows
@@ -350,7 +357,7 @@ def replay(state: DeltaState) -> int:
     return newest
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> None:
     """Write what is proposed, and note the tasks that it changes."""
     task, rows = state.task, state.rows
@@ -368,7 +375,7 @@ def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets:
     state.numbers[CHANGES] = count
 
 
-@uncounted(forceinline=True)
+@uncounted(forceinline=True, inner=True)
 def sort_changes(state: DeltaState) -> None:
     """Put the changes in the order of their effect positions."""
     rows, heap_ready, heap_task = state.rows, state.heap_ready, state.heap_task
@@ -382,7 +389,7 @@ def sort_changes(state: DeltaState) -> None:
         pop_task(heap_ready, heap_task, count - index)
 
 
-@uncounted()
+@uncounted(inner=True)
 def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints) -> int:
     """See `propose_changes`."""
     numbers = state.numbers
@@ -415,31 +422,34 @@ def propose(state: DeltaState, tasks: Ints, durations: Ints, resource_sets: Ints
     return makespan
 
 
-@uncounted()
+@uncounted(inner=True)
 def play_in_full(state: DeltaState) -> int:
     """Play what is proposed from the beginning; return the makespan in ns."""
     rows, links, numbers = state.rows, state.links, state.numbers
-    return simulate_tasks(
-        links[numbers[OFFSET_LINKS] :],
-        links,
-        rows[NUM_PREDECESSORS],
-        rows[DURATIONS],
-        rows[SETS],
-        links[numbers[SET_LINKS] :],
-        links,
-        links[numbers[CONTENTION] :],
-        rows[REMAINING],
-        state.free[1],
-        state.heap_ready,
-        state.heap_task,
-        rows[STACK],
-        rows[FULL_READY],
-        rows[FULL_START],
-        rows[FULL_END],
+    graph = TaskArrays(
+        successor_offsets=links[numbers[OFFSET_LINKS] :],
+        successors=links,
+        num_predecessors=rows[NUM_PREDECESSORS],
+        durations=rows[DURATIONS],
+        resource_sets=rows[SETS],
+        set_offsets=links[numbers[SET_LINKS] :],
+        set_resources=links,
+        contention=links[numbers[CONTENTION] :],
     )
+    space = Workspace(
+        remaining=rows[REMAINING],
+        free=state.free[1],
+        heap_ready=state.heap_ready,
+        heap_task=state.heap_task,
+        stack=rows[STACK],
+        ready=rows[FULL_READY],
+        start=rows[FULL_START],
+        end=rows[FULL_END],
+    )
+    return simulate_tasks(graph, space)
 
 
-@uncounted()
+@uncounted(inner=True)
 def reject(state: DeltaState) -> None:
     """See `reject_changes`."""
     task = state.task
@@ -452,7 +462,7 @@ def reject(state: DeltaState) -> None:
     state.numbers[PENDING] = NONE
 
 
-@uncounted()
+@uncounted(inner=True)
 def accept(state: DeltaState) -> None:
     """See `accept_changes`."""
     numbers, rows = state.numbers, state.rows
@@ -475,7 +485,7 @@ def accept(state: DeltaState) -> None:
     keep_changes(state)
 
 
-@uncounted()
+@uncounted(inner=True)
 def keep_changes(state: DeltaState) -> None:
     """Make what was proposed what was played, but for the index."""
     numbers, task = state.numbers, state.task
@@ -487,7 +497,7 @@ def keep_changes(state: DeltaState) -> None:
     numbers[MAKESPAN] = numbers[PROPOSED]
 
 
-@uncounted()
+@uncounted(inner=True)
 def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
     """See `fill_times`."""
     rows = state.rows
@@ -517,7 +527,7 @@ def fill(state: DeltaState, ready: Ints, start: Ints, end: Ints) -> None:
         fill_slowed(state, num_windows, ready, start, end)
 
 
-@uncounted()
+@uncounted(inner=True)
 def fill_slowed(state: DeltaState, num_windows: int, ready: Ints, start: Ints, end: Ints) -> None:
     """Fill in starts where rivals may have lengthened tasks: in order, as resources get free."""
     rows, links, free = state.rows, state.links, state.free[1]

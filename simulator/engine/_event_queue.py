@@ -10,10 +10,56 @@ to 1.9 times as fast again, but would limit a timeline of a million tasks to 2.4
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.base.compiling import kernel
+from stratagem.simulator.base.compiling import kernel, uncounted
+
+
+class TaskArrays(NamedTuple):
+    """A task graph as kernels read it.
+
+    Attributes:
+        successor_offsets, successors, num_predecessors, durations: see `TaskGraph`.
+        resource_sets, set_offsets, set_resources, contention: see `TaskGraph`.
+    """
+
+    successor_offsets: Ints
+    successors: Ints
+    num_predecessors: Ints
+    durations: Ints
+    resource_sets: Ints
+    set_offsets: Ints
+    set_resources: Ints
+    contention: Ints
+
+
+class Workspace(NamedTuple):
+    """The memory that the kernel fills: allocate once, simulate often.
+
+    It needs no initial value.
+
+    Attributes:
+        remaining: [T], how many predecessors have not ended.
+        free: [R], ns at which each resource becomes free.
+        heap_ready: [T], ready times in the queue.
+        heap_task: [T], task ids in the queue.
+        stack: [T], idle tasks that are being passed through.
+        ready: [T], result.
+        start: [T], result.
+        end: [T], result.
+    """
+
+    remaining: Ints
+    free: Ints
+    heap_ready: Ints
+    heap_task: Ints
+    stack: Ints
+    ready: Ints
+    start: Ints
+    end: Ints
 
 
 @kernel(cache=True)
@@ -76,93 +122,94 @@ def lost_beside(contention: Ints, free: Ints, held: int, time: int, duration: in
     return slowed_by(duration, busy - time, contention[0])
 
 
-@kernel(cache=True)
-def simulate_tasks(
-    successor_offsets: Ints,
-    successors: Ints,
-    num_predecessors: Ints,
-    durations: Ints,
-    resource_sets: Ints,
-    set_offsets: Ints,
-    set_resources: Ints,
-    contention: Ints,
-    remaining: Ints,
-    free: Ints,
-    heap_ready: Ints,
-    heap_task: Ints,
-    stack: Ints,
-    ready: Ints,
-    start: Ints,
-    end: Ints,
-) -> int:
+@uncounted(forceinline=True, inner=True)
+def begin_tasks(graph: TaskArrays, space: Workspace) -> tuple[int, int]:
+    """Reach the tasks without predecessors; return how many are queued, and how many idle."""
+    size, depth = 0, 0
+    for task in range(graph.durations.size):
+        space.remaining[task] = graph.num_predecessors[task]
+        space.ready[task] = 0
+        if graph.num_predecessors[task] == 0:
+            if graph.durations[task] > 0:
+                push_task(space.heap_ready, space.heap_task, size, 0, task)
+                size += 1
+            else:
+                pass_through(space, task, depth)
+                depth += 1
+    return size, depth
+
+
+@uncounted(forceinline=True, inner=True)
+def pass_through(space: Workspace, task: int, depth: int) -> None:
+    """Let an idle task start and end at once; its successors hear of it later."""
+    space.start[task] = space.ready[task]
+    space.end[task] = space.ready[task]
+    space.stack[depth] = task
+
+
+@uncounted(forceinline=True, inner=True)
+def hold_resources(graph: TaskArrays, space: Workspace, task: int) -> int:
+    """Let a task that is ready hold its resources; return when it ends."""
+    time, held = space.ready[task], graph.resource_sets[task]
+    for index in range(graph.set_offsets[held], graph.set_offsets[held + 1]):
+        time = max(time, space.free[graph.set_resources[index]])
+    space.start[task] = time
+    if graph.contention.size > 0:
+        time += lost_beside(graph.contention, space.free, held, time, graph.durations[task])
+    time += graph.durations[task]
+    space.end[task] = time
+    for index in range(graph.set_offsets[held], graph.set_offsets[held + 1]):
+        space.free[graph.set_resources[index]] = time
+    return int(time)
+
+
+@uncounted(cache=True)
+def simulate_tasks(graph: TaskArrays, space: Workspace) -> int:
     """Play a task graph: tasks in order of (ready time, id), each as soon as its resources allow.
 
         start = max(ready, free time of each of the task's resources)
         end   = start + duration + what is lost beside rivals
 
-    The first eight arrays are a `TaskGraph`. The others are filled here and need no initial value:
-    ``free`` has one entry a resource, all others one entry a task.
+    Idle tasks do not queue. They wait on a stack until their successors have heard of them, which
+    is before the queue goes on:
+
+        queue ── first ──▶ [1] holds its resources ──┐
+        stack ── last ───▶ [2] ended when reached ───┴──▶ [3] its successors hear of it
+          ▲ ▲                                                            │
+          │ └──────────── idle: stack ───────────────────────────────────┤ who waits for
+          └────────────── busy: queue ───────────────────────────────────┘ no other
 
     Returns:
         The makespan in ns, or -1 if some tasks are on or behind a cycle.
     """
-    num_tasks = durations.size
-    free[:] = 0
-    size = 0  # of the heap
-    depth = 0  # of the stack: tasks that have ended, whose successors have not heard of it
-    for task in range(num_tasks):
-        remaining[task] = num_predecessors[task]
-        ready[task] = 0
-        if num_predecessors[task] == 0:
-            if durations[task] > 0:
-                push_task(heap_ready, heap_task, size, 0, task)
-                size += 1
-            else:
-                start[task] = 0
-                end[task] = 0
-                stack[depth] = task
-                depth += 1
-    num_ended = depth
-    makespan = 0
-    is_contended = contention.size > 0
+    space.free[:] = 0
+    size, depth = begin_tasks(graph, space)
+    num_ended, makespan = 0, 0
     while size > 0 or depth > 0:
-        if depth == 0:
-            task = heap_task[0]
-            pop_task(heap_ready, heap_task, size)
+        if depth == 0:  # [1]
+            task = space.heap_task[0]
+            pop_task(space.heap_ready, space.heap_task, size)
             size -= 1
-            time = ready[task]
-            held = resource_sets[task]
-            for index in range(set_offsets[held], set_offsets[held + 1]):
-                time = max(time, free[set_resources[index]])
-            start[task] = time
-            if is_contended:
-                time += lost_beside(contention, free, held, time, durations[task])
-            time += durations[task]
-            end[task] = time
-            for index in range(set_offsets[held], set_offsets[held + 1]):
-                free[set_resources[index]] = time
+            time = hold_resources(graph, space, task)
             makespan = max(makespan, time)
-            num_ended += 1
-        else:
+        else:  # [2]
             depth -= 1
-            task = stack[depth]
-            time = end[task]
-        for edge in range(successor_offsets[task], successor_offsets[task + 1]):
-            after = successors[edge]
-            ready[after] = max(ready[after], time)
-            remaining[after] -= 1
-            if remaining[after] > 0:
+            task = space.stack[depth]
+            time = space.end[task]
+        num_ended += 1
+        for edge in range(graph.successor_offsets[task], graph.successor_offsets[task + 1]):  # [3]
+            after = graph.successors[edge]
+            space.ready[after] = max(space.ready[after], time)
+            space.remaining[after] -= 1
+            if space.remaining[after] > 0:
                 continue
-            if durations[after] > 0:
-                push_task(heap_ready, heap_task, size, ready[after], after)
+            if graph.durations[after] > 0:
+                push_task(space.heap_ready, space.heap_task, size, space.ready[after], after)
                 size += 1
             else:
-                start[after] = ready[after]
-                end[after] = ready[after]
-                stack[depth] = after
+                pass_through(space, after, depth)
                 depth += 1
-                num_ended += 1
-    return makespan if num_ended == num_tasks else -1
+    return makespan if num_ended == graph.durations.size else -1
 
 
 @kernel(cache=True)

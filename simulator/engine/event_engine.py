@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._event_queue import simulate_tasks
+from stratagem.simulator.engine._event_queue import Workspace, simulate_tasks
 from stratagem.simulator.engine.task_graph import TaskGraph
 
 
@@ -48,44 +48,6 @@ class Times:
     start: Ints
     end: Ints
     makespan: int
-
-
-@dataclass(frozen=True, eq=False)
-class Workspace:
-    """The memory that the kernel fills: allocate once, simulate often.
-
-    Attributes:
-        remaining: [T], how many predecessors have not ended.
-        free: [R], ns at which each resource becomes free.
-        heap_ready: [T], ready times in the queue.
-        heap_task: [T], task ids in the queue.
-        stack: [T], idle tasks that are being passed through.
-        ready: [T], result.
-        start: [T], result.
-        end: [T], result.
-    """
-
-    remaining: Ints
-    free: Ints
-    heap_ready: Ints
-    heap_task: Ints
-    stack: Ints
-    ready: Ints
-    start: Ints
-    end: Ints
-
-    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
-        """Return the arrays in the order in which the kernel takes them."""
-        return (
-            self.remaining,
-            self.free,
-            self.heap_ready,
-            self.heap_task,
-            self.stack,
-            self.ready,
-            self.start,
-            self.end,
-        )
 
 
 def allocate(graph: TaskGraph) -> Workspace:
@@ -110,7 +72,7 @@ def simulate(graph: TaskGraph) -> Times:
         The times in ns. They are exact and do not depend on the machine.
     """
     space = allocate(graph)
-    makespan = simulate_tasks(*graph.arrays(), *space.arrays())
+    makespan = simulate_tasks(graph.arrays(), space)
     # A TaskGraph was checked for cycles when it was made.
     assert makespan >= 0, "some tasks were never reached: were the graph's arrays written to?"
     return Times(space.ready, space.start, space.end, int(makespan))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._event_queue import find_cycle_task
+from stratagem.simulator.engine._event_queue import TaskArrays, find_cycle_task
 
 MAX_TOTAL_DURATION = 2**62
 """Longest sum of durations in ns (146 years): every time of a timeline then fits an int64."""
@@ -75,9 +75,9 @@ class TaskGraph:
         """Who slows whom, for the kernels: see `contention_table`."""
         return contention_table(self.set_offsets, self.set_resources, self.rivals, self.slowdown)
 
-    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
-        """Return the arrays in the order in which the kernels take them."""
-        return (
+    def arrays(self) -> TaskArrays:
+        """Return what the kernels take of it."""
+        return TaskArrays(
             self.successor_offsets,
             self.successors,
             self.num_predecessors,

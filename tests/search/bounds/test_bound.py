@@ -18,7 +18,7 @@ from stratagem.searcher.bounds.spanning_forest import minimise_forest, spanning_
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.linear_measures import PLAIN, Lookups, MeasureTables, longest_path
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import arguments_of
+from stratagem.searcher.problem.scoring import scored_arrays
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons, skeletons
@@ -43,10 +43,10 @@ def best_by_enumeration(problem: Problem) -> float:
     for choice in itertools.product(*(range(len(c)) for c in problem.choices)):
         number = np.array(choice, dtype=np.int64)
         score = float(
-            _score_kernels.score_plan(dirty, number, block_ns, profiles, *arguments_of(problem))
+            _score_kernels.score_plan(dirty, number, block_ns, profiles, scored_arrays(problem))
         )
         ranks = range(problem.capacities.size)
-        peaks = [int(_score_kernels.rank_peak(r, profiles, *problem.ranks)) for r in ranks]
+        peaks = [int(_score_kernels.rank_peak(r, profiles, problem.ranks)) for r in ranks]
         if all(peak <= cap for peak, cap in zip(peaks, problem.capacities, strict=True)):
             best = min(best, score)
     return best

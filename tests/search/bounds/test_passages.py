@@ -13,7 +13,7 @@ from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.linear_measures import BlockLookups
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import arguments_of
+from stratagem.searcher.problem.scoring import scored_arrays
 from stratagem.searcher.space.skeletons import Options, all_skeletons
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.models import gpt, llama, mlp, moe
@@ -31,7 +31,7 @@ def makespans(problem: Problem, choice: Ints) -> Ints:
     block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     dirty = np.full(problem.num_stages, _score_kernels.REPLAY, dtype=np.int64)
-    _score_kernels.score_plan(dirty, choice, block_ns, profiles, *arguments_of(problem))
+    _score_kernels.score_plan(dirty, choice, block_ns, profiles, scored_arrays(problem))
     return block_ns
 
 

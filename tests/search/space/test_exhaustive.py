@@ -13,7 +13,7 @@ from stratagem.searcher.problem import exhaustive as module
 from stratagem.searcher.problem._score_kernels import REPLAY, score_plan
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import arguments_of, peaks_of
+from stratagem.searcher.problem.scoring import peaks_of, scored_arrays
 from stratagem.searcher.space.skeletons import Skeleton, skeletons
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -106,7 +106,7 @@ def scored_from_nothing(problem: Problem, choice: np.ndarray) -> tuple[float, li
     block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     dirty = np.full(problem.num_stages, REPLAY, dtype=np.int64)
-    score = score_plan(dirty, choice, block_ns, profiles, *arguments_of(problem))
+    score = score_plan(dirty, choice, block_ns, profiles, scored_arrays(problem))
     return score, peaks_of(problem, profiles)
 
 

@@ -230,3 +230,19 @@ def test_kernels_that_python_calls_are_kept() -> None:
                     found.update(kernels_called(value, known))
     assert len(found) > 20
     assert [k.py_func.__name__ for k in found if isinstance(k._cache, NullCache)] == []
+
+
+def test_an_inner_kernel_is_called_by_kernels_only():
+    @kernel(inner=True)
+    def twice(value):
+        return 2 * value
+
+    @kernel()
+    def four_times(value):
+        return twice(twice(value))
+
+    for _ in range(2):  # before it was compiled, and when it was: that ended the process
+        with pytest.raises(TypeError, match="twice is an inner kernel"):
+            twice(3)
+        assert four_times(3) == 12
+    assert twice.py_func(3) == 6

@@ -18,18 +18,21 @@ from stratagem.simulator.engine.reference_engines import simulate_plain, simulat
 from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 from tests.support.examples import examples
 
+_QUEUE = ("push_task", "pop_task", "slowed_by", "lost_beside")
+_PLAY = ("begin_tasks", "pass_through", "hold_resources")
+
 
 def simulate_interpreted(graph: TaskGraph) -> Times:
     """The engine's kernels as plain Python."""
     space = allocate(graph)
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
-        for name in ("push_task", "pop_task", "slowed_by", "lost_beside"):
+        for name in (*_QUEUE, *_PLAY):
             kernel = getattr(_event_queue, name)
             context.setattr(_event_queue, name, getattr(kernel, "py_func", kernel))
         kernel = _event_queue.simulate_tasks
         kernel = getattr(kernel, "py_func", kernel)
-        makespan = kernel(*graph.arrays(), *space.arrays())
+        makespan = kernel(graph.arrays(), space)
     return Times(space.ready, space.start, space.end, int(makespan))
 
 
@@ -228,7 +231,7 @@ def test_a_workspace_can_be_used_again(seed):
     space = allocate(graph)
     expected = simulate(graph)
     for _ in range(3):
-        makespan = _event_queue.simulate_tasks(*graph.arrays(), *space.arrays())
+        makespan = _event_queue.simulate_tasks(graph.arrays(), space)
         assert_same(Times(space.ready, space.start, space.end, makespan), expected)
 
 
@@ -472,7 +475,7 @@ class TestRefusals:
     def test_the_kernel_says_that_tasks_were_not_reached(self):
         graph = build_task_graph([1, 1], [(0, 1)], resource_sets=[()] * 2, num_resources=0)
         graph.num_predecessors[0] = 1
-        assert _event_queue.simulate_tasks(*graph.arrays(), *allocate(graph).arrays()) == -1
+        assert _event_queue.simulate_tasks(graph.arrays(), allocate(graph)) == -1
 
 
 def test_equal_sets_are_stored_once():
