@@ -2,14 +2,246 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Floats, Indices, Ints, Words
-from stratagem.simulator.base.compiling import kernel
+from stratagem.simulator.base.compiling import kernel, uncounted
 
 ONE = np.uint64(1)
 NEAR = 1e-12
 """Times that differ by less, relatively, are equal: sums in another order differ by as much."""
+
+
+class WaySteps(NamedTuple):
+    """Ways of nodes that make them save bytes, from the fastest way on: their Pareto fronts.
+
+    Attributes:
+        slower, saved: [nodes, ways], seconds more and bytes less than in the fastest way.
+        way: [nodes, ways], its number.
+        fronts: [nodes], how many ways are in the front.
+        price: [nodes], the fewest seconds per byte saved.
+    """
+
+    slower: Floats
+    saved: Floats
+    way: Indices
+    fronts: Indices
+    price: Floats
+
+
+class HullSteps(NamedTuple):
+    """Steps along the lower convex hulls of all fronts, those with fewest seconds a byte first.
+
+    Attributes:
+        depth: of each step, the place of its node in the order of branching.
+        seconds: that it adds.
+        nbytes: that it saves.
+    """
+
+    depth: Indices
+    seconds: Floats
+    nbytes: Floats
+
+
+class WayTree(NamedTuple):
+    """What is branched over: depth i decides node ``order[i]``.
+
+    Attributes:
+        steps: the ways of all nodes.
+        hull: the same for the relaxation.
+        order: nodes that save most first, cheaper ones before dearer ones.
+        heir: by depth, whether the node before saves the same bytes by its only step as this one:
+            it takes that first, as it is the cheaper one.
+    """
+
+    steps: WaySteps
+    hull: HullSteps
+    order: Ints
+    heir: Flags
+
+
+@kernel(inner=True)
+def fastest_ways(
+    time: Floats, held: Floats, leaner: bool, limit: float, pick: Indices
+) -> tuple[float, float, float]:
+    """Pick the fastest way of each node; their seconds, bytes over the limit, and fewest bytes.
+
+    `leaner` says that of equally fast ways the one with fewest bytes is picked.
+    """
+    total, need, least = 0.0, -limit, 0.0
+    for v in range(time.shape[0]):
+        smallest, best = np.inf, 0
+        for o in range(time.shape[1]):
+            equal = leaner and time[v, o] == time[v, best] and held[v, o] < held[v, best]
+            if time[v, o] < time[v, best] or equal:
+                best = o
+            if time[v, o] < np.inf:
+                smallest = min(smallest, held[v, o])
+        total += time[v, best]
+        need += held[v, best]
+        least += smallest
+        pick[v] = best
+    return total, need, least
+
+
+@kernel(inner=True)
+def next_way(time: Floats, held: Floats, v: int, last: int) -> int:
+    """The fastest way of a node, then the leanest, that holds less than another; −1 for none."""
+    best = -1
+    for o in range(time.shape[1]):
+        if time[v, o] == np.inf or held[v, o] >= held[v, last]:
+            continue
+        if (
+            best < 0
+            or time[v, o] < time[v, best]
+            or (time[v, o] == time[v, best] and held[v, o] < held[v, best])
+        ):
+            best = o
+    return best
+
+
+@kernel(inner=True)
+def pareto_steps(time: Floats, held: Floats, fastest: Indices) -> WaySteps:
+    """The front of each node: from one of its ways to the fastest that holds less."""
+    count, ways = time.shape
+    slower = np.zeros((count, max(ways, 2)))
+    saved = np.zeros((count, max(ways, 2)))
+    way = np.zeros((count, ways), np.int32)
+    fronts = np.ones(count, np.int32)
+    price = np.full(count, np.inf)
+    for v in range(count):
+        way[v, 0] = fastest[v]
+        while fronts[v] < ways:
+            k = fronts[v]
+            best = next_way(time, held, v, way[v, k - 1])
+            if best < 0:
+                break
+            way[v, k] = best
+            slower[v, k] = time[v, best] - time[v, fastest[v]]
+            saved[v, k] = held[v, fastest[v]] - held[v, best]
+            price[v] = min(price[v], slower[v, k] / saved[v, k])
+            fronts[v] += 1
+    return WaySteps(slower, saved, way, fronts, price)
+
+
+@kernel(inner=True)
+def greedy_ways(steps: WaySteps, total: float, need: float, pick: Indices) -> float:
+    """Let nodes save all they can, the cheapest per byte first, until enough is saved."""
+    order = np.argsort(steps.price, kind="mergesort")
+    for i in range(len(order)):
+        v, level = order[i], 0
+        if need > 1e-9 and steps.fronts[v] > 1:
+            level = steps.fronts[v] - 1
+            need -= steps.saved[v, level]
+            total += steps.slower[v, level]
+        pick[v] = steps.way[v, level]
+    return total
+
+
+@kernel(inner=True)
+def hull_steps(steps: WaySteps, order: Ints) -> HullSteps:
+    """The steps of the relaxation, cheapest first."""
+    slower, saved, fronts = steps.slower, steps.saved, steps.fronts
+    room = steps.way.size
+    depth, seconds, nbytes = np.empty(room, np.int32), np.empty(room), np.empty(room)
+    count = 0
+    for i in range(len(order)):
+        v, at = order[i], 0
+        while at < fronts[v] - 1:
+            nearest, slope = at + 1, np.inf
+            for k in range(at + 1, fronts[v]):
+                here = (slower[v, k] - slower[v, at]) / (saved[v, k] - saved[v, at])
+                if here <= slope:
+                    nearest, slope = k, here
+            depth[count] = i
+            seconds[count] = slower[v, nearest] - slower[v, at]
+            nbytes[count] = saved[v, nearest] - saved[v, at]
+            count += 1
+            at = nearest
+    rank = np.argsort(seconds[:count] / nbytes[:count], kind="mergesort")
+    return HullSteps(depth[rank], seconds[rank], nbytes[rank])
+
+
+@kernel(inner=True)
+def way_tree(steps: WaySteps) -> WayTree:
+    """The order in which nodes are decided, and what prunes."""
+    slower, saved, fronts = steps.slower, steps.saved, steps.fronts
+    order = np.argsort(steps.price, kind="mergesort")
+    order = order[np.argsort(slower[order, 1], kind="mergesort")]
+    order = order[np.argsort(-saved[order, 1], kind="mergesort")]
+    heir = np.zeros(len(order), np.bool_)
+    for i in range(1, len(order)):
+        u, v = order[i - 1], order[i]
+        heir[i] = fronts[u] == 2 and fronts[v] == 2 and saved[u, 1] == saved[v, 1]
+    return WayTree(steps, hull_steps(steps, order), order, heir)
+
+
+@kernel(inner=True)
+def relaxed_seconds(hull: HullSteps, depth: int, seconds: float, need: float) -> float:
+    """Seconds at least if nodes below a depth save `need` bytes; infinite if they cannot.
+
+    These are the cheapest steps of the hulls, the last one in part (the linear relaxation).
+    """
+    for step in range(len(hull.depth)):
+        if hull.depth[step] <= depth:
+            continue
+        if hull.nbytes[step] >= need:
+            return float(seconds + hull.seconds[step] * need / hull.nbytes[step])
+        seconds += hull.seconds[step]
+        need -= hull.nbytes[step]
+    return np.inf if need > 0 else seconds
+
+
+@kernel(inner=True)
+def branch(
+    tree: WayTree, total: float, need: float, found: float, effort: int, pick: Indices
+) -> tuple[float, bool, bool]:
+    """Go through the ways depth first, those that save most first.
+
+        depth 0      way 2 ─┬─ way 1 ─── way 0        of node order[0]
+        depth 1             ├─ way 1: saves enough    [1] kept if it is faster than the best
+                            └─ way 0: relaxation [2] no faster than the best: passed over
+
+    Whatever is below a node of the tree takes at least the relaxation, so no better choice is
+    passed over.
+
+    Returns:
+        The least seconds; whether something below `found` was; whether `effort` did not suffice.
+    """
+    steps, order = tree.steps, tree.order
+    count = len(order)
+    trial = np.full(count + 1, -1, np.int32)
+    spent, still = np.zeros(count + 1), np.zeros(count + 1)
+    spent[0], still[0] = total, need
+    depth, branches, improved = 0, 0, False
+    trial[0] = steps.fronts[order[0]] if count else 0
+    while depth >= 0:
+        trial[depth] -= 1
+        if trial[depth] < 0:
+            depth -= 1
+            continue
+        branches += 1
+        if branches > effort:
+            break
+        v, k = order[depth], trial[depth]
+        cost, rest = spent[depth] + steps.slower[v, k], still[depth] - steps.saved[v, k]
+        if not cost < found * (1 - NEAR):
+            continue
+        if rest <= 0:  # [1]
+            found, improved = cost, True
+            for i in range(count):
+                pick[order[i]] = steps.way[order[i], trial[i] if i <= depth else 0]
+            continue
+        if relaxed_seconds(tree.hull, depth, cost, rest) >= found * (1 - NEAR):  # [2]
+            continue
+        depth += 1
+        spent[depth], still[depth] = cost, rest
+        trial[depth] = steps.fronts[order[depth]]
+        if tree.heir[depth]:
+            trial[depth] = min(trial[depth], trial[depth - 1] + 1)
+    return found, improved, branches > effort
 
 
 @kernel(cache=True)
@@ -33,247 +265,228 @@ def choose_ways(
         The total; infinite if there is none below `bound`; negated if `effort` did not suffice to
         prove it.
     """
-    count, ways = time.shape
-    fastest = np.zeros(count, np.int32)
-    least = 0.0
-    total, need = 0.0, -limit
-    for v in range(count):
-        smallest = np.inf
-        for o in range(ways):
-            if time[v, o] < time[v, fastest[v]] or (
-                effort > 0
-                and time[v, o] == time[v, fastest[v]]
-                and held[v, o] < held[v, fastest[v]]
-            ):
-                fastest[v] = o
-            if time[v, o] < np.inf:
-                smallest = min(smallest, held[v, o])
-        total += time[v, fastest[v]]
-        need += held[v, fastest[v]]
-        least += smallest
-        pick[v] = fastest[v]
+    total, need, least = fastest_ways(time, held, effort > 0, limit, pick)
     if not total < bound:
         return np.inf
     if need <= 0:
         return total
     if least > limit:
         return np.inf
-
-    # A step makes a node save more bytes: from one way of its Pareto front to the next one.
-    slower = np.zeros((count, max(ways, 2)))
-    saved = np.zeros((count, max(ways, 2)))
-    way = np.zeros((count, ways), np.int32)
-    fronts = np.ones(count, np.int32)
-    price = np.full(count, np.inf)
-    for v in range(count):
-        way[v, 0] = fastest[v]
-        while fronts[v] < ways:
-            last = way[v, fronts[v] - 1]
-            best = -1
-            for o in range(ways):
-                if time[v, o] == np.inf or held[v, o] >= held[v, last]:
-                    continue
-                if (
-                    best < 0
-                    or time[v, o] < time[v, best]
-                    or (time[v, o] == time[v, best] and held[v, o] < held[v, best])
-                ):
-                    best = o
-            if best < 0:
-                break
-            k = fronts[v]
-            way[v, k] = best
-            slower[v, k] = time[v, best] - time[v, fastest[v]]
-            saved[v, k] = held[v, fastest[v]] - held[v, best]
-            price[v] = min(price[v], slower[v, k] / saved[v, k])
-            fronts[v] += 1
-    order = np.argsort(price, kind="mergesort")
-
-    # The greedy rule: the cheapest saving per byte first, until enough is saved.
-    level = np.zeros(count, np.int32)
-    left, found = need, total
-    for i in range(count):
-        v = order[i]
-        if left > 1e-9 and fronts[v] > 1:
-            level[v] = fronts[v] - 1
-            left -= saved[v, level[v]]
-            found += slower[v, level[v]]
-    for v in range(count):
-        pick[v] = way[v, level[v]]
+    steps = pareto_steps(time, held, pick)
+    found = greedy_ways(steps, total, need, pick)
     if effort == 0:
         return found if found < bound else np.inf
     if found >= bound:
         found = bound
-
-    # From here on: nodes that save most first, cheaper ones before dearer ones.
-    order = order[np.argsort(slower[order, 1], kind="mergesort")]
-    order = order[np.argsort(-saved[order, 1], kind="mergesort")]
-
-    # Hull increments for the relaxation, cheapest first.
-    hull_item = np.empty(count * ways, np.int32)
-    hull_time = np.empty(count * ways)
-    hull_save = np.empty(count * ways)
-    num_steps = 0
-    position = np.empty(count, np.int32)
-    for i in range(count):
-        v = order[i]
-        position[v] = i
-        at = 0
-        while at < fronts[v] - 1:
-            nearest, slope = at + 1, np.inf
-            for k in range(at + 1, fronts[v]):
-                here = (slower[v, k] - slower[v, at]) / (saved[v, k] - saved[v, at])
-                if here <= slope:
-                    nearest, slope = k, here
-            hull_item[num_steps] = i
-            hull_time[num_steps] = slower[v, nearest] - slower[v, at]
-            hull_save[num_steps] = saved[v, nearest] - saved[v, at]
-            num_steps += 1
-            at = nearest
-    rank = np.argsort(hull_time[:num_steps] / hull_save[:num_steps], kind="mergesort")
-    # Of two nodes that save the same bytes by their only step, the cheaper one takes it first.
-    heir = np.zeros(count, np.bool_)
-    for i in range(1, count):
-        u, v = order[i - 1], order[i]
-        heir[i] = fronts[u] == 2 and fronts[v] == 2 and saved[u, 1] == saved[v, 1]
-
-    # Depth first; depth i decides node order[i], the way that saves most first.
-    trial = np.full(count + 1, -1, np.int32)
-    spent = np.zeros(count + 1)
-    still = np.zeros(count + 1)
-    spent[0], still[0] = total, need
-    depth, branches, improved = 0, 0, False
-    trial[0] = fronts[order[0]] if count else 0
-    while depth >= 0:
-        trial[depth] -= 1
-        if trial[depth] < 0:
-            depth -= 1
-            continue
-        branches += 1
-        if branches > effort:
-            break
-        v = order[depth]
-        k = trial[depth]
-        cost = spent[depth] + slower[v, k]
-        rest = still[depth] - saved[v, k]
-        if not cost < found * (1 - NEAR):
-            continue
-        if rest <= 0:
-            found, improved = cost, True
-            for i in range(count):
-                u = order[i]
-                pick[u] = way[u, trial[i]] if i <= depth else way[u, 0]
-            continue
-        relaxed, open_bytes = cost, rest
-        for j in range(num_steps):
-            step = rank[j]
-            if hull_item[step] <= depth:
-                continue
-            if hull_save[step] >= open_bytes:
-                relaxed += hull_time[step] * open_bytes / hull_save[step]
-                open_bytes = 0.0
-                break
-            relaxed += hull_time[step]
-            open_bytes -= hull_save[step]
-        if open_bytes > 0 or relaxed >= found * (1 - NEAR):
-            continue
-        depth += 1
-        spent[depth], still[depth] = cost, rest
-        trial[depth] = fronts[order[depth]]
-        if heir[depth]:
-            trial[depth] = min(trial[depth], trial[depth - 1] + 1)
+    found, improved, is_cut = branch(way_tree(steps), total, need, found, effort, pick)
     if found >= bound and not improved:
         return np.inf
-    return -found if branches > effort else found
+    return -found if is_cut else found
 
 
-@kernel(cache=True)
-def stage_ways(
-    inner: Words,
-    outer: Words,
-    degree: int,
-    time: Floats,
-    weights: Floats,
-    edge_ends: Indices,
-    edge_bytes: Floats,
-    fetch_sync: Floats,
-    send_sync: Floats,
-    nodes: Indices,
-    seconds: Floats,
-    sent: Floats,
-    synced: Floats,
-) -> int:
-    """What one replica of a stage does, by node and way: seconds, bytes sent, weights.
+class PipedNodes(NamedTuple):
+    """What nodes and edges take.
 
-    Args:
-        inner: nodes behind the stage.
-        outer: nodes of the stage and behind it.
-        degree: number of the tensor-parallel degree.
-        time: seconds by degree, node and way; infinite where there is none.
-        weights: bytes of weights, likewise.
+    Attributes:
+        time: [degrees, nodes, ways], seconds; infinite where there is no such way.
+        weights: likewise, bytes of weights.
+        held_each: likewise, bytes held a microbatch in flight.
+        held_once: likewise, bytes held besides.
         edge_ends: producer and consumer of each edge.
         edge_bytes: what it carries.
-        fetch_sync: bytes that the consumer adds, by edge, degree and way.
-        send_sync: bytes that the producer adds.
-        nodes: filled in with the nodes of the stage.
-        seconds: filled in by place in `nodes` and way.
-        sent: filled in.
-        synced: filled in.
+        fetch_sync: [edges, degrees, ways], bytes that the consumer adds.
+        send_sync: likewise, bytes that the producer adds.
+        memory: bytes of a device.
+        bandwidth: bytes per second.
+        num_microbatches: in a batch.
+    """
+
+    time: Floats
+    weights: Floats
+    held_each: Floats
+    held_once: Floats
+    edge_ends: Indices
+    edge_bytes: Floats
+    fetch_sync: Floats
+    send_sync: Floats
+    memory: float
+    bandwidth: float
+    num_microbatches: int
+
+
+class StageForms(NamedTuple):
+    """How stages may run.
+
+    Attributes:
+        degrees: number of the tensor-parallel degree of each.
+        shards: the degree itself.
+        replicas: of each.
+    """
+
+    degrees: Indices
+    shards: Indices
+    replicas: Indices
+
+
+class CrossedSets(NamedTuple):
+    """The down-sets that stages lie between.
+
+    Attributes:
+        words: nodes of each set.
+        fastest: [sets, degrees], seconds of all nodes of a set in their fastest ways.
+        crossing_starts: edges into set i from outside are
+            ``crossing[crossing_starts[i]:crossing_starts[i + 1]]``.
+        crossing: see there.
+        alive: by set and devices taken, whether a plan can be of use there.
+    """
+
+    words: Words
+    fastest: Floats
+    crossing_starts: Indices
+    crossing: Indices
+    alive: Flags
+
+
+class StagesAbove(NamedTuple):
+    """Stages that begin at one inner set.
+
+    Attributes:
+        inner: the inner set.
+        outer: the outer sets.
+        from_devices: which numbers of devices plans of the inner set take.
+        from_replicas: fewest and most replicas that these have.
+    """
+
+    inner: int
+    outer: Indices
+    from_devices: Flags
+    from_replicas: Indices
+
+
+class ReplicaWork(NamedTuple):
+    """What one replica of a stage does, by place in `nodes` and way.
+
+    Attributes:
+        place: of each node in `nodes`; -1 for others.
+        nodes: those of the stage.
+        seconds: of the work itself.
+        sent: bytes.
+        synced: bytes of weights.
+        total: seconds with what is sent and summed.
+        held: bytes.
+    """
+
+    place: Indices
+    nodes: Indices
+    seconds: Floats
+    sent: Floats
+    synced: Floats
+    total: Floats
+    held: Floats
+
+
+@uncounted(inner=True)
+def stage_ways(
+    model: PipedNodes, inner: Words, outer: Words, degree: int, work: ReplicaWork
+) -> int:
+    """Fill in the work of a replica of the stage between two sets: seconds, bytes sent, weights.
 
     Returns:
         How many nodes there are; -1 if one of them cannot run at this degree.
     """
-    num_nodes, ways = time.shape[1], time.shape[2]
-    place = np.full(num_nodes, -1, np.int32)
+    num_nodes, ways = model.time.shape[1], model.time.shape[2]
     count = 0
     for v in range(num_nodes):
         word, bit = v >> 6, ONE << np.uint64(v & 63)
+        work.place[v] = -1
         if outer[word] & bit and not inner[word] & bit:
-            if np.min(time[degree, v]) == np.inf:
-                return -1
-            place[v] = count
-            nodes[count] = v
+            least = np.inf
             for o in range(ways):
-                seconds[count, o] = time[degree, v, o]
-                synced[count, o] = weights[degree, v, o]
-                sent[count, o] = 0.0
+                least = min(least, model.time[degree, v, o])
+                work.seconds[count, o] = model.time[degree, v, o]
+                work.synced[count, o] = model.weights[degree, v, o]
+                work.sent[count, o] = 0.0
+            if least == np.inf:
+                return -1
+            work.place[v] = count
+            work.nodes[count] = v
             count += 1
-    for e in range(len(edge_bytes)):
-        tail, head = place[edge_ends[e, 0]], place[edge_ends[e, 1]]
+    for e in range(len(model.edge_bytes)):
+        tail, head = work.place[model.edge_ends[e, 0]], work.place[model.edge_ends[e, 1]]
         if head >= 0 and tail < 0:
             for o in range(ways):
-                sent[head, o] += 2 * (edge_bytes[e] + fetch_sync[e, degree, o])
+                work.sent[head, o] += 2 * (model.edge_bytes[e] + model.fetch_sync[e, degree, o])
         elif tail >= 0 and head < 0:
             for o in range(ways):
-                sent[tail, o] += 2 * (edge_bytes[e] + send_sync[e, degree, o])
+                work.sent[tail, o] += 2 * (model.edge_bytes[e] + model.send_sync[e, degree, o])
     return count
+
+
+@uncounted(inner=True)
+def crossing_bytes(model: PipedNodes, sets: CrossedSets, inner: int, outer: int) -> float:
+    """Bytes that a stage between two sets sends there and back at least."""
+    words, starts, total = sets.words, sets.crossing_starts, 0.0
+    for k in range(starts[inner], starts[inner + 1]):
+        tail = model.edge_ends[sets.crossing[k], 0]
+        if words[outer, tail >> 6] & (ONE << np.uint64(tail & 63)):
+            total += 2 * model.edge_bytes[sets.crossing[k]]
+    for k in range(starts[outer], starts[outer + 1]):
+        head = model.edge_ends[sets.crossing[k], 1]
+        if not words[inner, head >> 6] & (ONE << np.uint64(head & 63)):
+            total += 2 * model.edge_bytes[sets.crossing[k]]
+    return total
+
+
+@uncounted(inner=True)
+def is_of_use(sets: CrossedSets, stages: StagesAbove, outer: int, used: int) -> bool:
+    """Whether some plan goes on by a stage on so many devices to one that can be of use."""
+    found = False
+    for devices in range(sets.alive.shape[1] - used):
+        found |= stages.from_devices[devices] and sets.alive[outer, devices + used]
+    return found
+
+
+@uncounted(inner=True)
+def replica_totals(model: PipedNodes, work: ReplicaWork, count: int, replicas: int) -> None:
+    """Fill in the seconds of each of `replicas`, with what they send and sum."""
+    for v in range(count):
+        for o in range(work.total.shape[1]):
+            resync = 4 * (replicas - 1) * work.synced[v, o] / replicas / model.num_microbatches
+            sent = work.sent[v, o] / replicas + resync
+            work.total[v, o] = work.seconds[v, o] / replicas + sent / model.bandwidth
+
+
+@uncounted(inner=True)
+def held_bytes(model: PipedNodes, work: ReplicaWork, count: int, degree: int, flight: int) -> None:
+    """Fill in the bytes that nodes hold with so many microbatches in flight."""
+    for v in range(count):
+        node = work.nodes[v]
+        for o in range(work.held.shape[1]):
+            each, once = model.held_each[degree, node, o], model.held_once[degree, node, o]
+            work.held[v, o] = each * flight + once
+
+
+@kernel(inner=True)
+def replica_work(model: PipedNodes) -> ReplicaWork:
+    """Work space for the largest stage there can be."""
+    num_nodes, ways = model.time.shape[1], model.time.shape[2]
+    return ReplicaWork(
+        place=np.empty(num_nodes, np.int32),
+        nodes=np.empty(num_nodes, np.int32),
+        seconds=np.empty((num_nodes, ways)),
+        sent=np.empty((num_nodes, ways)),
+        synced=np.empty((num_nodes, ways)),
+        total=np.empty((num_nodes, ways)),
+        held=np.empty((num_nodes, ways)),
+    )
 
 
 @kernel(cache=True)
 def stage_table(
-    inner: int,
-    outer: Indices,
-    sets: Words,
-    degrees: Indices,
-    shards: Indices,
-    replicas: Indices,
-    fastest: Floats,
-    crossing_starts: Indices,
-    crossing: Indices,
-    from_devices: Flags,
-    from_replicas: Indices,
-    alive: Flags,
-    time: Floats,
-    weights: Floats,
-    held_each: Floats,
-    held_once: Floats,
-    edge_ends: Indices,
-    edge_bytes: Floats,
-    fetch_sync: Floats,
-    send_sync: Floats,
-    memory: float,
-    bandwidth: float,
-    num_microbatches: int,
+    model: PipedNodes,
+    forms: StageForms,
+    sets: CrossedSets,
+    stages: StagesAbove,
     bound: float,
     effort: int,
     pick: Indices,
@@ -284,30 +497,10 @@ def stage_table(
     Only entries that some plan of the inner set can use are worked out; others are infinite.
 
     Args:
-        inner: the inner set.
-        outer: the outer sets.
-        sets: nodes of each set.
-        degrees: number of the tensor-parallel degree of each option.
-        shards: the degree itself.
-        replicas: replicas of each option.
-        fastest: seconds of all nodes of each set in their fastest ways, by set and degree.
-        crossing_starts: edges into set i from outside are
-            ``crossing[crossing_starts[i]:crossing_starts[i + 1]]``.
-        crossing: see there.
-        from_devices: which numbers of devices plans of the inner set take.
-        from_replicas: fewest and most replicas that these have.
-        alive: by set and devices taken, whether a plan can be of use there.
-        time: as of `stage_ways`, like those that follow it.
-        weights: bytes of weights.
-        held_each: bytes held a microbatch in flight, by degree, node and way.
-        held_once: bytes held besides.
-        edge_ends: producer and consumer of each edge.
-        edge_bytes: bytes of each edge.
-        fetch_sync: bytes that the consumer adds.
-        send_sync: bytes that the producer adds.
-        memory: bytes of a device.
-        bandwidth: bytes per second.
-        num_microbatches: microbatches in a batch.
+        model: what nodes and edges take.
+        forms: the options of a stage.
+        sets: the down-sets.
+        stages: those to work out.
         bound: stages as slow are of no use.
         effort: as of `choose_ways`.
         pick: filled in with the ways of the stage that was worked out last.
@@ -316,67 +509,30 @@ def stage_table(
     Returns:
         Whether every choice of ways was proved.
     """
-    num_nodes, ways = time.shape[1], time.shape[2]
-    nodes = np.empty(num_nodes, np.int32)
-    seconds, sent = np.empty((num_nodes, ways)), np.empty((num_nodes, ways))
-    synced, total = np.empty((num_nodes, ways)), np.empty((num_nodes, ways))
-    held = np.empty((num_nodes, ways))
-    proved = True
-    for pair in range(len(outer)):
+    work, fewest, most = replica_work(model), stages.from_replicas[0], stages.from_replicas[1]
+    proved, inner = True, stages.inner
+    for pair in range(len(stages.outer)):
         table[pair] = np.inf
-        last_degree, count = -1, -1
-        least_bytes = 0.0
-        for k in range(crossing_starts[inner], crossing_starts[inner + 1]):
-            tail = edge_ends[crossing[k], 0]
-            if sets[outer[pair], tail >> 6] & (ONE << np.uint64(tail & 63)):
-                least_bytes += 2 * edge_bytes[crossing[k]]
-        for k in range(crossing_starts[outer[pair]], crossing_starts[outer[pair] + 1]):
-            head = edge_ends[crossing[k], 1]
-            if not sets[inner, head >> 6] & (ONE << np.uint64(head & 63)):
-                least_bytes += 2 * edge_bytes[crossing[k]]
-        for option in range(len(degrees)):
-            degree, d = degrees[option], replicas[option]
-            computing = fastest[outer[pair], degree] - fastest[inner, degree]
-            if (computing + least_bytes / bandwidth) / d * (1 - NEAR) >= bound:
+        outer, last_degree, count = stages.outer[pair], -1, -1
+        least_bytes = crossing_bytes(model, sets, inner, outer)
+        for option in range(len(forms.degrees)):
+            degree, d = forms.degrees[option], forms.replicas[option]
+            computing = sets.fastest[outer, degree] - sets.fastest[inner, degree]
+            if (computing + least_bytes / model.bandwidth) / d * (1 - NEAR) >= bound:
                 continue
-            of_use = False
-            for devices in range(alive.shape[1] - shards[option] * d):
-                taken = devices + shards[option] * d
-                of_use |= from_devices[devices] and alive[outer[pair], taken]
-            if not of_use:
+            if not is_of_use(sets, stages, outer, forms.shards[option] * d):
                 continue
             if degree != last_degree:
                 last_degree = degree
-                count = stage_ways(
-                    sets[inner],
-                    sets[outer[pair]],
-                    degree,
-                    time,
-                    weights,
-                    edge_ends,
-                    edge_bytes,
-                    fetch_sync,
-                    send_sync,
-                    nodes,
-                    seconds,
-                    sent,
-                    synced,
-                )
+                count = stage_ways(model, sets.words[inner], sets.words[outer], degree, work)
             if count < 0:
                 continue
-            for v in range(count):
-                for o in range(ways):
-                    resync = 4 * (d - 1) * synced[v, o] / d / num_microbatches
-                    total[v, o] = seconds[v, o] / d + (sent[v, o] / d + resync) / bandwidth
-            least, most = (from_replicas[0] + 2 * d - 1) // d, (from_replicas[1] + 2 * d - 1) // d
-            for flight in range(least, min(most + 1, table.shape[2])):
-                for v in range(count):
-                    for o in range(ways):
-                        held[v, o] = (
-                            held_each[degree, nodes[v], o] * flight
-                            + held_once[degree, nodes[v], o]
-                        )
-                best = choose_ways(total[:count], held[:count], memory, bound, effort, pick)
+            replica_totals(model, work, count, d)
+            total, held = work.total[:count], work.held[:count]
+            last = min((most + 2 * d - 1) // d + 1, table.shape[2])
+            for flight in range((fewest + 2 * d - 1) // d, last):
+                held_bytes(model, work, count, degree, flight)
+                best = choose_ways(total, held, model.memory, bound, effort, pick)
                 if best < 0:
                     best, proved = -best, False
                 if best == np.inf:
@@ -385,19 +541,31 @@ def stage_table(
     return proved
 
 
-@kernel(cache=True)
+class PipedPlans(NamedTuple):
+    """The best plans so far, from the last stage on.
+
+    Attributes:
+        best: seconds by set, devices taken and replicas.
+        origin: by the same, the state before, numbered through; -1 for none.
+        choice: by the same, the option of the last stage.
+        reached: by set, whether there is a plan for it.
+    """
+
+    best: Floats
+    origin: Ints
+    choice: Indices
+    reached: Flags
+
+
+@uncounted(cache=True)
 def relax_replicas(
     inner: int,
     outer: Indices,
     table: Floats,
-    shards: Indices,
-    replicas: Indices,
+    forms: StageForms,
     bound: float,
     alive: Flags,
-    best: Floats,
-    origin: Ints,
-    choice: Indices,
-    reached: Flags,
+    plans: PipedPlans,
 ) -> None:
     """Put one more stage before every plan of an inner set.
 
@@ -405,15 +573,12 @@ def relax_replicas(
         inner: the inner set.
         outer: the outer sets.
         table: seconds of each stage, as of `stage_table`.
-        shards: devices of a replica of each option.
-        replicas: replicas of each option.
+        forms: the options of a stage.
         bound: plans as slow are of no use.
         alive: by set and devices taken, whether a plan can be of use there.
-        best: seconds by set, devices taken and replicas.
-        origin: by the same, the state before, numbered through; -1 for none.
-        choice: by the same, the option of the last stage.
-        reached: by set, whether there is a plan for it.
+        plans: the best so far, brought up to date.
     """
+    best = plans.best
     _, num_devices, num_replicas = best.shape
     for devices in range(num_devices):
         for so_far in range(num_replicas):
@@ -422,9 +587,9 @@ def relax_replicas(
                 continue
             for pair in range(len(outer)):
                 other = outer[pair]
-                for option in range(len(shards)):
-                    d = replicas[option]
-                    taken, total = devices + shards[option] * d, so_far + d
+                for option in range(len(forms.shards)):
+                    d = forms.replicas[option]
+                    taken, total = devices + forms.shards[option] * d, so_far + d
                     if taken >= num_devices or total >= num_replicas or not alive[other, taken]:
                         continue
                     flight = (total + d - 1) // d
@@ -432,6 +597,6 @@ def relax_replicas(
                     if value < bound and value < best[other, taken, total]:
                         best[other, taken, total] = value
                         place = (inner * num_devices + devices) * num_replicas + so_far
-                        origin[other, taken, total] = place
-                        choice[other, taken, total] = option
-                        reached[other] = True
+                        plans.origin[other, taken, total] = place
+                        plans.choice[other, taken, total] = option
+                        plans.reached[other] = True

@@ -23,7 +23,15 @@ from stratagem.searcher.planners.inputs.piper import (
     with_seconds,
 )
 from stratagem.searcher.planners.inputs.result import PlannedStage, PlannerResult
-from stratagem.searcher.planners.solvers._piper_kernels import relax_replicas, stage_table
+from stratagem.searcher.planners.solvers._piper_kernels import (
+    CrossedSets,
+    PipedNodes,
+    PipedPlans,
+    StageForms,
+    StagesAbove,
+    relax_replicas,
+    stage_table,
+)
 from stratagem.simulator.base.arrays import Flags, Floats, Indices, Ints
 
 EFFORT = 200_000
@@ -326,18 +334,9 @@ class _Along:
                 )
                 table, sure, _ = self.stage_seconds(stages, now)
                 proved &= sure
-                relax_replicas(
-                    inner,
-                    outer,
-                    table,
-                    *self.model.option_arrays[1:],
-                    now,
-                    self.alive,
-                    best,
-                    origin,
-                    choice,
-                    reached,
-                )
+                forms = StageForms(*self.model.option_arrays)
+                found = PipedPlans(best, origin, choice, reached)
+                relax_replicas(inner, outer, table, forms, now, self.alive, found)
         value = float(best[-1].min())
         if not math.isfinite(value):
             return _Plan(math.inf, (), proved)
@@ -349,38 +348,32 @@ class _Along:
         """Seconds of stages by outer set, option and microbatches in flight, and the last ways."""
         model = self.model
         chosen = slice(None) if only is None else slice(only, only + 1)
-        numbers, shards, replicas = (array[chosen] for array in model.option_arrays)
+        forms = StageForms(*(array[chosen] for array in model.option_arrays))
         ends, edge_bytes, fetch_sync, send_sync = model.edges
-        table = np.empty((len(stages.outer), len(numbers), model.graph.most_replicas + 2))
+        starts, crossing = self.crossing
+        table = np.empty((len(stages.outer), len(forms.degrees), model.graph.most_replicas + 2))
         pick = np.zeros(len(model.graph.nodes), dtype=np.int32)
-        proved = stage_table(
-            stages.inner,
-            stages.outer,
-            self.sets.words,
-            numbers,
-            shards,
-            replicas,
-            self.fastest,
-            *self.crossing,
-            stages.from_devices,
-            np.array([stages.fewest, stages.most], dtype=np.int32),
-            self.alive,
-            model.time,
-            model.weights,
-            model.held_each,
-            model.held_once,
-            ends,
-            edge_bytes,
-            fetch_sync,
-            send_sync,
-            model.graph.memory_bytes,
-            model.graph.bandwidth,
-            model.graph.num_microbatches,
-            bound,
-            self.effort,
-            pick,
-            table,
+        nodes = PipedNodes(
+            time=model.time,
+            weights=model.weights,
+            held_each=model.held_each,
+            held_once=model.held_once,
+            edge_ends=ends,
+            edge_bytes=edge_bytes,
+            fetch_sync=fetch_sync,
+            send_sync=send_sync,
+            memory=model.graph.memory_bytes,
+            bandwidth=model.graph.bandwidth,
+            num_microbatches=model.graph.num_microbatches,
         )
+        above = StagesAbove(
+            inner=stages.inner,
+            outer=stages.outer,
+            from_devices=stages.from_devices,
+            from_replicas=np.array([stages.fewest, stages.most], dtype=np.int32),
+        )
+        sets = CrossedSets(self.sets.words, self.fastest, starts, crossing, self.alive)
+        proved = stage_table(nodes, forms, sets, above, bound, self.effort, pick, table)
         return table, proved, pick
 
     def _plan(self, best: Floats, origin: Ints, choice: Indices) -> tuple[PlannedStage, ...]:
