@@ -116,27 +116,28 @@ class _DpSearch:
         """The best solution of each number of stages, best first."""
         num_cuts, units = self.counts.shape[1], self.devices.table_of.shape[1]
         starts = np.zeros((len(self.need), num_cuts, units + 1, 2), dtype=np.int64)
+        chains = kernels.StageChains(
+            options=self.options,
+            counts=self.counts,
+            table_of=self.devices.table_of,
+            sizes=self.devices.sizes,
+            need=self.need,
+            weights=self.weights,
+            least_sum=self.least_sum,
+            least_work=self.least_work,
+            bound=bound,
+            only_best=only_best,
+        )
         room = LABELS
         while True:
-            labels, front = np.empty((room, 2)), np.empty((room, 2))
-            links = np.empty((room, 2), dtype=np.int64)
-            size = kernels.best_chains(
-                self.options,
-                self.counts,
-                self.devices.table_of,
-                self.devices.sizes,
-                self.need,
-                self.weights,
-                bound,
-                only_best,
-                self.least_sum,
-                self.least_work,
-                labels,
-                links,
-                starts,
-                front,
-                np.empty((room, 2), dtype=np.int64),
+            labels = kernels.Labels(
+                labels=np.empty((room, 2)),
+                links=np.empty((room, 2), dtype=np.int64),
+                starts=starts,
+                front=np.empty((room, 2)),
+                front_links=np.empty((room, 2), dtype=np.int64),
             )
+            size = kernels.best_chains(chains, labels)
             if size >= 0:
                 break
             room *= 4
@@ -144,9 +145,10 @@ class _DpSearch:
         for stages in num_stages or range(1, len(self.need)):
             begin, behind = starts[stages, 0, 0] if stages < len(self.need) else (0, 0)
             if begin < behind:
-                values = labels[begin:behind] @ self.weights
+                values = labels.labels[begin:behind] @ self.weights
                 best = int(begin) + int(values.argmin())
-                found.append(PipelineSolution(float(values.min()), self._trace(best, links)))
+                stages_of = self._trace(best, labels.links)
+                found.append(PipelineSolution(float(values.min()), stages_of))
         return sorted(found, key=lambda s: (s.value, len(s.stages)))
 
     def _trace(self, label: int, links: Ints) -> tuple[StageDraft, ...]:

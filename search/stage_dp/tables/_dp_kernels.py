@@ -6,10 +6,12 @@ are floats, because they weigh times.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats, Ints
-from stratagem.simulator.base.compiling import kernel
+from stratagem.simulator.base.compiling import kernel, uncounted
 
 NUM_COLUMNS = 15
 (
@@ -60,22 +62,40 @@ UNLIMITED = 1 << 40
 """Microbatches that fit where none holds anything."""
 
 
-@kernel(cache=True)
-def _forward_costs(
-    columns: Ints,
-    cuts: Ints,
-    edge_offsets: Ints,
-    edge_starts: Ints,
-    there: Ints,
-    shares_link: bool,
-    limit: float,
-    whole: bool,
-    costs: Ints,
-) -> None:
+class PricedChain(NamedTuple):
+    """A chain of operators under one variant.
+
+    Attributes:
+        columns: [N, NUM_COLUMNS].
+        cuts: places of the cuts.
+        out_edges: offsets by producer, and the consumer of each edge.
+        in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
+        there: [2, E], forward conversions (ns) by producer, by consumer.
+        back: [E], backward conversions by producer.
+        ties: [T, 4], owner, user, bytes saved where both are in the range, ns where they are in
+            different stages.
+        shares_link: whether conversions use the link of gathers and syncs.
+    """
+
+    columns: Ints
+    cuts: Ints
+    out_edges: tuple[Ints, Ints]
+    in_edges: tuple[Ints, Ints]
+    there: Ints
+    back: Ints
+    ties: Ints
+    shares_link: bool
+
+
+@uncounted(inner=True)
+def _forward_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> None:
     """Fill the forward pass of every range: the end moves up, as forward runs.
 
     A gather starts when the operator with parameters two before its own has run.
     """
+    columns, cuts, shares_link = priced.columns, priced.cuts, priced.shares_link
+    edge_offsets, edge_starts = priced.in_edges
+    there = priced.there[1]
     for first in range(1 if whole else cuts.size - 1):
         start, last = cuts[first], cuts.size - 1 if whole else first + 1
         chain, link, launch, released, before = 0, 0, 0, 0, 0
@@ -109,7 +129,7 @@ one before; when the last two operators with parameters ended, the earlier first
 syncs are that they still wait for."""
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def _backward(
     columns: Ints,
     synced: int,
@@ -153,7 +173,7 @@ def _backward(
     return chain, link, side, chain, last, earlier, waiting, later, sync
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def _link_end(clock: Clock) -> int:
     """When the link is through with the syncs that wait."""
     _, link, _, _, _, earlier, waiting, later, sync = clock
@@ -169,7 +189,7 @@ Queue = tuple[int, int, int, int]
 their bytes; when the link is through with the last of them."""
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def _summed_by(now: int, ends: Ints, whole: Ints, queue: Queue) -> Queue:
     """The queue at a time, without those whose sums are through."""
     first, count, nbytes, link = queue
@@ -179,7 +199,7 @@ def _summed_by(now: int, ends: Ints, whole: Ints, queue: Queue) -> Queue:
     return first, count, nbytes, link
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def _queued(
     columns: Ints, a: int, now: int, is_drained: bool, ends: Ints, whole: Ints, queue: Queue
 ) -> Queue:
@@ -202,7 +222,7 @@ def _queued(
     return first, count, nbytes, link
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def _peak_with_leftovers(
     columns: Ints, a: int, end: int, held: int, again: int, ends: Ints, whole: Ints, queue: Queue
 ) -> int:
@@ -222,20 +242,33 @@ def _peak_with_leftovers(
     return peak
 
 
+@uncounted(inner=True)
+def _converted(priced: PricedChain, a: int, end: int) -> int:
+    """Backward conversions (ns) of the edges from operator `a` to operators before `end`."""
+    offsets, ends = priced.out_edges
+    total = 0
+    for e in range(offsets[a], offsets[a + 1]):
+        if ends[e] < end:
+            total += priced.back[e]
+    return total
+
+
+@uncounted(inner=True)
+def _tied(ties: Ints, a: int, end: int) -> tuple[int, int]:
+    """Of the operators from `a` to `end` the bytes that ties save, and ns for owners before."""
+    saved, sent = 0, 0
+    for t in range(ties.shape[0]):
+        if ties[t, 1] < a or ties[t, 1] >= end:
+            continue
+        if ties[t, 0] >= a:
+            saved += ties[t, 2]
+        else:
+            sent += ties[t, 3]
+    return saved, sent
+
+
 @kernel(cache=True)
-def range_costs(
-    columns: Ints,
-    cuts: Ints,
-    out_edges: tuple[Ints, Ints],
-    in_edges: tuple[Ints, Ints],
-    there: Ints,
-    back: Ints,
-    ties: Ints,
-    shares_link: bool,
-    limit: float,
-    whole: bool,
-    costs: Ints,
-) -> None:
+def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> None:
     """Fill ``costs[:, a, b]`` with what the operators from cut a to cut b cost as one stage.
 
     For a fixed end the start moves down, as backward runs. Passes and conversions are one chain;
@@ -252,29 +285,17 @@ def range_costs(
     the link takes them one after the other.
 
     Args:
-        columns: [N, NUM_COLUMNS].
-        cuts: places of the cuts.
-        out_edges: offsets by producer, and the consumer of each edge.
-        in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
-        there: [2, E], forward conversions (ns) by producer, by consumer.
-        back: [E], backward conversions by producer.
-        ties: [T, 4], owner, user, bytes saved where both are in the range, ns where they are in
-            different stages.
-        shares_link: whether conversions use the link of gathers and syncs.
+        priced: the operators under one variant.
         limit: ranges whose forward or backward pass is longer are of no interest (ns).
         whole: whether the range of all operators alone is of interest.
         costs: [NUM_COSTS, cuts, cuts], result; a peak of −1 where a range is left out.
     """
+    columns, cuts, shares_link = priced.columns, priced.cuts, priced.shares_link
     costs[STAGE_FORWARD] = costs[STAGE_PEAK] = -1
-    _forward_costs(
-        columns, cuts, in_edges[0], in_edges[1], there[1], shares_link, limit, whole, costs
-    )
-    offsets, ends = out_edges
+    _forward_costs(priced, limit, whole, costs)
     gathers = bool(columns[:, GATHER].any())
-    sum_ends, whole_bytes = (
-        np.empty(columns.shape[0], np.int64),
-        np.empty(columns.shape[0], np.int64),
-    )
+    sum_ends = np.empty(columns.shape[0], np.int64)
+    whole_bytes = np.empty(columns.shape[0], np.int64)
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
         launch, weight, update, busy, carried = 0, 0, 0, 0, 0
@@ -282,17 +303,13 @@ def range_costs(
         inner = final = (0, 0, 0, 0, 0, 0, 0, 0, 0)
         queue = (0, 0, 0, 0)
         for a in range(end - 1, -1, -1):
-            convert = 0
-            for e in range(offsets[a], offsets[a + 1]):
-                if ends[e] < end:
-                    convert += back[e]
-            each, once = columns[a, EACH_SYNC], columns[a, SYNC]
+            convert = _converted(priced, a, end)
             queue = _summed_by(inner[0], sum_ends, whole_bytes, queue)
             most = columns[a, WORKING] + queue[2]
             inner = _backward(columns, 0, a, convert, shares_link, gathers, inner)
-            final = _backward(columns, once, a, convert, shares_link, gathers, final)
+            final = _backward(columns, columns[a, SYNC], a, convert, shares_link, gathers, final)
             launch += columns[a, LAUNCH_BACK]
-            carried += each + 2 * columns[a, GATHER]
+            carried += columns[a, EACH_SYNC] + 2 * columns[a, GATHER]
             weight += columns[a, WEIGHT]
             busy += columns[a, BACKWARD]
             update += columns[a, UPDATE]
@@ -311,14 +328,7 @@ def range_costs(
             backward = max(inner[0], launch, carried - costs[STAGE_FORWARD, first, last])
             end_of_last = max(final[0], _link_end(final)) + columns[a, UPDATE]
             finish = max(busy + update, end_of_last, backward)
-            tied, sent = 0, 0
-            for t in range(ties.shape[0]):
-                if ties[t, 1] < a or ties[t, 1] >= end:
-                    continue
-                if ties[t, 0] >= a:
-                    tied += ties[t, 2]
-                else:
-                    sent += ties[t, 3]
+            tied, sent = _tied(priced.ties, a, end)
             costs[STAGE_BACKWARD, first, last] = backward
             costs[STAGE_WEIGHT, first, last] = min(weight, backward)
             costs[STAGE_LAST, first, last] = finish - backward
@@ -331,66 +341,110 @@ def range_costs(
             first = 0 if whole else first - 1
 
 
-@kernel(cache=True)
-def offer(
-    costs: Ints,
-    sends: Ints,
-    capacity: int,
-    copies: int,
-    late_weights: bool,
-    leaves_early: bool,
-    variant: int,
-    options: Ints,
-    kept_costs: Ints,
-    counts: Ints,
-    over: Ints,
-) -> bool:
+class OfferedVariant(NamedTuple):
+    """A variant that is offered for every range.
+
+    Attributes:
+        costs: [NUM_COSTS, cuts, cuts], see `range_costs`.
+        sends: [cuts], ns of what crosses each cut.
+        capacity: bytes of a device.
+        copies: of the state of a stage.
+        late_weights: whether weights' gradients are made late.
+        leaves_early: whether stages but the first do without what the last microbatch adds.
+        variant: its number.
+    """
+
+    costs: Ints
+    sends: Ints
+    capacity: int
+    copies: int
+    late_weights: bool
+    leaves_early: bool
+    variant: int
+
+
+class KeptVariants(NamedTuple):
+    """The variants that no other beats, range by range.
+
+    Attributes:
+        options: [cuts, cuts, rows, NUM_OPTION], what a stage adds to the sum of a step, to its
+            slowest stage, how many microbatches it can hold, and the variant.
+        costs: [cuts, cuts, rows, NUM_COSTS], of each.
+        counts: [cuts, cuts], rows in use.
+        over: [cuts, cuts], by how many bytes the best variant exceeds the capacity with one
+            microbatch.
+    """
+
+    options: Ints
+    costs: Ints
+    counts: Ints
+    over: Ints
+
+
+@uncounted(forceinline=True, inner=True)
+def _option(new: OfferedVariant, a: int, b: int) -> tuple[int, int, int]:
+    """What a range adds to the sum and to the slowest stage, and the bytes that it leaves free."""
+    costs = new.costs
+    period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + new.sends[b]
+    total = period + new.copies * costs[STAGE_TIED, a, b]
+    if a == 0 or not new.leaves_early:
+        total += costs[STAGE_LAST, a, b]
+    if new.late_weights:
+        total -= 2 * costs[STAGE_WEIGHT, a, b]
+    room = new.capacity - new.copies * costs[STAGE_STATE, a, b] - costs[STAGE_PEAK, a, b]
+    return total, period, room
+
+
+@uncounted(forceinline=True, inner=True)
+def _keep(kept: KeptVariants, a: int, b: int, total: int, period: int, flight: int) -> int:
+    """Where a new option of a range belongs: −1 if it is beaten, else behind those it does not."""
+    options, count = kept.options, kept.counts[a, b]
+    for r in range(count):
+        ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
+        if ours[0] <= total and ours[1] <= period and ours[2] >= flight:
+            return -1
+    left = 0
+    for r in range(count):
+        ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
+        if not (total <= ours[0] and period <= ours[1] and flight >= ours[2]):
+            if left < r:
+                for column in range(NUM_OPTION):
+                    options[a, b, left, column] = options[a, b, r, column]
+                for column in range(NUM_COSTS):
+                    kept.costs[a, b, left, column] = kept.costs[a, b, r, column]
+            left += 1
+    return left
+
+
+@uncounted(cache=True)
+def offer(new: OfferedVariant, kept: KeptVariants) -> bool:
     """Offer a variant for every range; keep those that no other beats. False if room is lacking.
 
-    ``options[a, b]`` are rows of `NUM_OPTION` columns: what a stage adds to the sum of a step, to
-    its slowest stage, how many microbatches it can hold, and the variant; ``kept_costs`` are the
-    `range_costs` of each. A variant is beaten by one that is no worse in the first three. `over`
-    is by how many bytes the best variant exceeds the capacity with one microbatch.
+    A variant is beaten by one that is no worse in its sum, its period and its microbatches.
     """
-    for a in range(counts.shape[0]):
-        for b in range(a + 1, counts.shape[0]):
-            if costs[STAGE_PEAK, a, b] < 0:
+    options = kept.options
+    for a in range(kept.counts.shape[0]):
+        for b in range(a + 1, kept.counts.shape[0]):
+            if new.costs[STAGE_PEAK, a, b] < 0:
                 continue
-            period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + sends[b]
-            total = period + copies * costs[STAGE_TIED, a, b]
-            if a == 0 or not leaves_early:
-                total += costs[STAGE_LAST, a, b]
-            if late_weights:
-                total -= 2 * costs[STAGE_WEIGHT, a, b]
-            room = capacity - copies * costs[STAGE_STATE, a, b] - costs[STAGE_PEAK, a, b]
-            over[a, b] = min(over[a, b], -room)
+            total, period, room = _option(new, a, b)
+            kept.over[a, b] = min(kept.over[a, b], -room)
             if room < 0:
                 continue
-            held = costs[STAGE_HELD, a, b]
+            held = new.costs[STAGE_HELD, a, b]
             flight = UNLIMITED if held == 0 else room // held + 1
-            count, kept, beaten = counts[a, b], 0, False
-            for r in range(count):
-                ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
-                if ours[0] <= total and ours[1] <= period and ours[2] >= flight:
-                    beaten = True
-                    break
-            if beaten:
+            row = _keep(kept, a, b, total, period, flight)
+            if row < 0:
                 continue
-            for r in range(count):
-                ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
-                if not (total <= ours[0] and period <= ours[1] and flight >= ours[2]):
-                    if kept < r:
-                        options[a, b, kept] = options[a, b, r]
-                        kept_costs[a, b, kept] = kept_costs[a, b, r]
-                    kept += 1
-            if kept == options.shape[2]:
+            if row == options.shape[2]:
                 return False
-            options[a, b, kept, 0] = total
-            options[a, b, kept, 1] = period
-            options[a, b, kept, 2] = flight
-            options[a, b, kept, 3] = variant
-            kept_costs[a, b, kept] = costs[:, a, b]
-            counts[a, b] = kept + 1
+            options[a, b, row, 0] = total
+            options[a, b, row, 1] = period
+            options[a, b, row, 2] = flight
+            options[a, b, row, 3] = new.variant
+            for column in range(NUM_COSTS):
+                kept.costs[a, b, row, column] = new.costs[column, a, b]
+            kept.counts[a, b] = row + 1
     return True
 
 
@@ -414,124 +468,170 @@ def least_rest(
                     least_work[b] = min(least_work[b], least_work[a] + work)
 
 
-@kernel(cache=True)
-def _insert(front: Floats, links: Ints, count: int, new: Floats, option: int, after: int) -> int:
-    """Add (sum, largest) to a Pareto front unless it is beaten; −1 if there is no room."""
-    for k in range(count):
-        if front[k, 0] <= new[0] and front[k, 1] <= new[1]:
-            return count
-    kept = 0
-    for k in range(count):
-        if not (new[0] <= front[k, 0] and new[1] <= front[k, 1]):
-            front[kept] = front[k]
-            links[kept] = links[k]
-            kept += 1
-    if kept == front.shape[0]:
-        return -1
-    front[kept] = new
-    links[kept, 0] = option
-    links[kept, 1] = after
-    return kept + 1
+class StageChains(NamedTuple):
+    """What chains of stages are made of, and which are of interest.
 
-
-@kernel(cache=True)
-def best_chains(
-    options: Ints,
-    counts: Ints,
-    table_of: Ints,
-    sizes: Ints,
-    need: Ints,
-    weights: Floats,
-    bound: float,
-    only_best: bool,
-    least_sum: Floats,
-    least_work: Floats,
-    labels: Floats,
-    links: Ints,
-    starts: Ints,
-    front: Floats,
-    front_links: Ints,
-) -> int:
-    """Fill the Pareto labels of every suffix of a chain of stages; −1 where memory is lacking.
-
-    A state is (stages so far s, first cut a, first device unit d) of a suffix, counted from the
-    end, so that the number of microbatches in flight, ``need[s]``, is known. A label is (sum,
-    largest period); the value of a plan is ``weights[0]·sum + weights[1]·largest``. Labels that
-    cannot lead below `bound` are dropped, all but the best of each state if `only_best`. Alpa
-    enumerates slowest stages and solves one program for each (Zheng et al. 2022, arXiv 2201.12023,
-    section 5.2); a front of labels is all of them at once.
-
-    Args:
-        options: [tables, cuts, cuts, rows, NUM_OPTION], see `offer`.
+    Attributes:
+        options: [tables, cuts, cuts, rows, NUM_OPTION], see `KeptVariants`.
         counts: [tables, cuts, cuts].
         table_of: [sizes, units], the table of a stage of a size that begins at a unit; −1: none.
         sizes: device units of a stage.
         need: [stages + 1], microbatches in flight s stages before the end.
         weights: of the sum and of the slowest stage.
+        least_sum, least_work: see `least_rest`.
         bound: values above it are of no interest.
         only_best: whether to keep one label a state, for a first bound.
-        least_sum: see `least_rest`.
-        least_work: see `least_rest`.
-        labels: [room, 2], result.
-        links: [room, 2], result: table · cuts² · rows + … of the first stage, and next label.
-        starts: [stages + 1, cuts, units + 1, 2], result: first label of a state and one behind.
-        front: [room, 2], scratch.
-        front_links: [room, 2], scratch.
     """
-    num_cuts, units = counts.shape[1], table_of.shape[1]
-    most = need.size - 1
-    rows = options.shape[3]
-    new = np.zeros(2)
+
+    options: Ints
+    counts: Ints
+    table_of: Ints
+    sizes: Ints
+    need: Ints
+    weights: Floats
+    least_sum: Floats
+    least_work: Floats
+    bound: float
+    only_best: bool
+
+
+class Labels(NamedTuple):
+    """Pareto labels of all states, and the front of the one that is being filled.
+
+    Attributes:
+        labels: [room, 2], sum and largest period.
+        links: [room, 2], table · cuts² · rows + … of the first stage, and next label.
+        starts: [stages + 1, cuts, units + 1, 2], first label of a state and one behind.
+        front, front_links: [room, 2], work space.
+    """
+
+    labels: Floats
+    links: Ints
+    starts: Ints
+    front: Floats
+    front_links: Ints
+
+
+@uncounted(forceinline=True, inner=True)
+def _insert(
+    found: Labels, count: int, total: float, largest: float, option: int, after: int
+) -> int:
+    """Add (sum, largest) to the front unless it is beaten; −1 if there is no room."""
+    front, links = found.front, found.front_links
+    for k in range(count):
+        if front[k, 0] <= total and front[k, 1] <= largest:
+            return count
+    kept = 0
+    for k in range(count):
+        if not (total <= front[k, 0] and largest <= front[k, 1]):
+            front[kept, 0], front[kept, 1] = front[k, 0], front[k, 1]
+            links[kept, 0], links[kept, 1] = links[k, 0], links[k, 1]
+            kept += 1
+    if kept == front.shape[0]:
+        return -1
+    front[kept, 0], front[kept, 1] = total, largest
+    links[kept, 0], links[kept, 1] = option, after
+    return kept + 1
+
+
+Suffix = tuple[int, int, int]
+"""A state: stages so far, first cut, first device unit."""
+Stage = tuple[int, int, int]
+"""A first stage: what it adds to the sum, its period, its number among all options."""
+
+
+@uncounted(forceinline=True, inner=True)
+def _put_before(
+    chains: StageChains, found: Labels, state: Suffix, stage: Stage, rest: tuple[int, int],
+    count: int,
+) -> int:  # fmt: skip
+    """Put a stage before each label of the rest; the size of the front, −1 if there is no room."""
+    _, a, d = state
+    front, links, weights = found.front, found.front_links, chains.weights
+    for k in range(rest[0], rest[1]):
+        total = found.labels[k, 0] + stage[0]
+        largest = max(found.labels[k, 1], stage[1])
+        slowest = max(largest, chains.least_work[a] / d) if d else largest
+        value = weights[0] * (total + chains.least_sum[a]) + weights[1] * slowest
+        if value > chains.bound or (chains.only_best and count and value >= front[0, 1]):
+            continue
+        if chains.only_best:
+            front[0, 0], front[0, 1] = total, value
+            front[1, 1] = largest
+            links[0, 0], links[0, 1] = stage[2], k
+            count = 1
+            continue
+        count = _insert(found, count, total, largest, stage[2], k)
+        if count < 0:
+            return -1
+    return count
+
+
+@uncounted(forceinline=True, inner=True)
+def _fill_front(chains: StageChains, found: Labels, state: Suffix) -> int:
+    """Fill the front of a state with all first stages; its size, −1 if there is no room."""
+    s, a, d = state
+    options = chains.options
+    num_cuts, rows = options.shape[1], options.shape[3]
+    count = 0
+    for z in range(chains.sizes.size):
+        table, behind = chains.table_of[z, d], d + chains.sizes[z]
+        if table < 0 or behind > chains.table_of.shape[1]:
+            continue
+        for b in range(a + 1, num_cuts):
+            rest = found.starts[s - 1, b, behind, 0], found.starts[s - 1, b, behind, 1]
+            if rest[0] == rest[1]:
+                continue
+            for r in range(chains.counts[table, a, b]):
+                if options[table, a, b, r, 2] < chains.need[s]:
+                    continue
+                total, period = options[table, a, b, r, 0], options[table, a, b, r, 1]
+                stage = total, period, ((table * num_cuts + a) * num_cuts + b) * rows + r
+                count = _put_before(chains, found, state, stage, rest, count)
+                if count < 0:
+                    return -1
+    return count
+
+
+@uncounted(cache=True)
+def best_chains(chains: StageChains, found: Labels) -> int:
+    """Fill the Pareto labels of every suffix of a chain of stages; −1 where memory is lacking.
+
+    A state is (stages so far s, first cut a, first device unit d) of a suffix, counted from the
+    end, so that the number of microbatches in flight, ``need[s]``, is known:
+
+        cuts     0 ┄┄┄┄┄┄┄┄ a ════ new stage ════ b ──── labels of (s − 1, b, d + z) ──── end
+        units    0 ┄┄┄┄┄┄┄┄ d ═══════════════ d + z ───────────────────────────────────── end
+
+    A label is (sum, largest period); the value of a plan is ``weights[0]·sum +
+    weights[1]·largest``. Labels that cannot lead below `bound` are dropped, all but the best of
+    each state if `only_best`. Alpa enumerates slowest stages and solves one program for each
+    (Zheng et al. 2022, arXiv 2201.12023, section 5.2); a front of labels is all of them at once.
+    That is exact: a stage before it changes neither order of two labels, as it adds to both sums
+    alike and takes the larger of its period and theirs.
+    """
+    labels, links, starts = found.labels, found.links, found.starts
+    num_cuts, units = chains.counts.shape[1], chains.table_of.shape[1]
     starts[:] = 0
     labels[0, 0] = labels[0, 1] = 0.0
     links[0] = -1
     starts[0, num_cuts - 1, units, 1] = 1
     size = 1
-    for s in range(1, most + 1):
+    for s in range(1, chains.need.size):
         for a in range(num_cuts - 1):
             for d in range(units):
                 starts[s, a, d] = size
                 if (a == 0) != (d == 0):
                     continue
-                count = 0
-                for z in range(sizes.size):
-                    table = table_of[z, d]
-                    if table < 0 or d + sizes[z] > units:
-                        continue
-                    for b in range(a + 1, num_cuts):
-                        begin, behind = starts[s - 1, b, d + sizes[z]]
-                        if begin == behind:
-                            continue
-                        for r in range(counts[table, a, b]):
-                            if options[table, a, b, r, 2] < need[s]:
-                                continue
-                            total, period = options[table, a, b, r, 0], options[table, a, b, r, 1]
-                            for k in range(begin, behind):
-                                new[0] = labels[k, 0] + total
-                                new[1] = max(labels[k, 1], period)
-                                rest = max(new[1], least_work[a] / d) if d else new[1]
-                                value = weights[0] * (new[0] + least_sum[a]) + weights[1] * rest
-                                if value > bound:
-                                    continue
-                                if only_best and count and value >= front[0, 1]:
-                                    continue
-                                option = ((table * num_cuts + a) * num_cuts + b) * rows + r
-                                if only_best:
-                                    front[0, 0], front[0, 1] = new[0], value
-                                    front[1, 1] = new[1]
-                                    front_links[0, 0], front_links[0, 1] = option, k
-                                    count = 1
-                                    continue
-                                count = _insert(front, front_links, count, new, option, k)
-                                if count < 0:
-                                    return -1
-                if size + count > labels.shape[0]:
+                count = _fill_front(chains, found, (s, a, d))
+                if count < 0 or size + count > labels.shape[0]:
                     return -1
-                if only_best and count:
-                    front[0, 1] = front[1, 1]
+                if chains.only_best and count:
+                    found.front[0, 1] = found.front[1, 1]
                 for k in range(count):
-                    labels[size + k] = front[k]
-                    links[size + k] = front_links[k]
+                    for column in range(2):
+                        labels[size + k, column] = found.front[k, column]
+                        links[size + k, column] = found.front_links[k, column]
                 size += count
                 starts[s, a, d, 1] = size
     return size

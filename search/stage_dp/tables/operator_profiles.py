@@ -60,19 +60,17 @@ class Profile:
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
         order, offsets, starts = chain.by_consumer
-        kernels.range_costs(
-            np.ascontiguousarray(self.columns.T),
-            chain.cuts,
-            (chain.edge_offsets, chain.edge_ends),
-            (offsets, starts),
-            np.stack([self.there, self.there[order]]),
-            self.back,
-            self.ties,
-            self.shares_link,
-            limit,
-            whole,
-            costs,
+        priced = kernels.PricedChain(
+            columns=np.ascontiguousarray(self.columns.T),
+            cuts=chain.cuts,
+            out_edges=(chain.edge_offsets, chain.edge_ends),
+            in_edges=(offsets, starts),
+            there=np.stack([self.there, self.there[order]]),
+            back=self.back,
+            ties=self.ties,
+            shares_link=self.shares_link,
         )
+        kernels.range_costs(priced, limit, whole, costs)
         return costs
 
 

@@ -176,31 +176,38 @@ class _Draft:
 
     def __post_init__(self) -> None:
         shape = (self.size, self.size, ROOM)
-        self._options = np.zeros((*shape, kernels.NUM_OPTION), dtype=np.int64)
-        self._costs = np.zeros((*shape, kernels.NUM_COSTS), dtype=np.int64)
-        self._counts = np.zeros((self.size, self.size), dtype=np.int64)
-        self._over = np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64)
+        self._kept = kernels.KeptVariants(
+            options=np.zeros((*shape, kernels.NUM_OPTION), dtype=np.int64),
+            costs=np.zeros((*shape, kernels.NUM_COSTS), dtype=np.int64),
+            counts=np.zeros((self.size, self.size), dtype=np.int64),
+            over=np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64),
+        )
 
     def offer(self, costs: Ints, sends: Ints, capacity: int, number: int) -> None:
         """Offer variant `number` for every range; twice is the same as once."""
-        while not kernels.offer(
-            costs,
-            sends,
-            capacity,
-            self.mode.copies,
-            self.mode.late_weights,
-            self.mode.leaves_early,
-            number,
-            self._options,
-            self._costs,
-            self._counts,
-            self._over,
-        ):
-            self._options = np.concatenate([self._options, np.zeros_like(self._options)], axis=2)
-            self._costs = np.concatenate([self._costs, np.zeros_like(self._costs)], axis=2)
+        mode = self.mode
+        new = kernels.OfferedVariant(
+            costs=costs,
+            sends=sends,
+            capacity=capacity,
+            copies=mode.copies,
+            late_weights=mode.late_weights,
+            leaves_early=mode.leaves_early,
+            variant=number,
+        )
+        while not kernels.offer(new, self._kept):
+            self._kept = self._kept._replace(
+                options=_twice_the_rows(self._kept.options),
+                costs=_twice_the_rows(self._kept.costs),
+            )
 
     def finish(self, num_devices: int, ways: Sequence[Ways]) -> StageTable:
         """The table, without unused room."""
-        rows = max(1, int(self._counts.max()))
-        options, costs = self._options[:, :, :rows].copy(), self._costs[:, :, :rows].copy()
-        return StageTable(num_devices, tuple(ways), options, costs, self._counts, self._over)
+        kept = self._kept
+        rows = max(1, int(kept.counts.max()))
+        options, costs = kept.options[:, :, :rows].copy(), kept.costs[:, :, :rows].copy()
+        return StageTable(num_devices, tuple(ways), options, costs, kept.counts, kept.over)
+
+
+def _twice_the_rows(rows: Ints) -> Ints:
+    return np.concatenate([rows, np.zeros_like(rows)], axis=2)
