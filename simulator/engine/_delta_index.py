@@ -271,10 +271,10 @@ def effect_position(state: DeltaState, changed: int) -> int:
     return place
 
 
-@uncounted(inner=True)
-def record_play(state: DeltaState) -> int:
-    """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle."""
-    task, rows, links = state.task, state.rows, state.links
+@uncounted(forceinline=True, inner=True)
+def begin_record(state: DeltaState) -> int:
+    """Forget what was played, and queue the tasks without predecessors; return how many."""
+    task, rows = state.task, state.rows
     num_tasks = rows.shape[1]
     state.free[:] = 0
     state.held[:] = 0
@@ -291,6 +291,46 @@ def record_play(state: DeltaState) -> int:
             key = each if task[each, DURATION] else each - num_tasks
             push_task(state.heap_ready, state.heap_task, size, 0, key)
             size += 1
+    return size
+
+
+@uncounted(forceinline=True, inner=True)
+def record_task(state: DeltaState, taken: int, time: int, place: int) -> int:
+    """Let a task that is ready hold its resources, and index it; return when it ends."""
+    task, links, numbers = state.task, state.links, state.numbers
+    state.rows[ORDER, place] = taken
+    state.rows[READY, place] = time
+    task[taken, POSITION] = place
+    first = numbers[SET_LINKS] + task[taken, SET]
+    for index in range(links[first], links[first + 1]):
+        time = max(time, state.free[1, links[index]])
+    if numbers[CONTENTION] < links.size:
+        busy = time
+        table = numbers[CONTENTION]
+        first_rival = table + 1 + task[taken, SET]
+        for index in range(links[first_rival], links[first_rival + 1]):
+            busy = max(busy, state.free[1, links[table + index]])
+        time += slowed_by(task[taken, DURATION], busy - time, links[table])
+    time += task[taken, DURATION]
+    for index in range(links[first], links[first + 1]):
+        state.free[1, links[index]] = time
+        mark_holder(state.held, numbers, links[index], place)
+    state.rows[END, place] = time
+    return time
+
+
+@uncounted(inner=True)
+def record_play(state: DeltaState) -> int:
+    """Play the graph in full and index it; return the makespan in ns, -1 if there is a cycle.
+
+    Idle tasks queue too, before all busy ones of their instant, so that the order in which tasks
+    were taken holds all of them:
+
+        queue ── first ──▶ holds its resources ──▶ the next position ──▶ its successors
+    """
+    task, links = state.task, state.links
+    num_tasks = state.rows.shape[1]
+    size = begin_record(state)
     makespan = 0
     place = 0
     while size > 0:
@@ -299,24 +339,7 @@ def record_play(state: DeltaState) -> int:
         taken += num_tasks if taken < 0 else 0
         pop_task(state.heap_ready, state.heap_task, size)
         size -= 1
-        rows[ORDER, place] = taken
-        rows[READY, place] = time
-        task[taken, POSITION] = place
-        first = state.numbers[SET_LINKS] + task[taken, SET]
-        for index in range(links[first], links[first + 1]):
-            time = max(time, state.free[1, links[index]])
-        if state.numbers[CONTENTION] < links.size:
-            busy = time
-            table = state.numbers[CONTENTION]
-            first_rival = table + 1 + task[taken, SET]
-            for index in range(links[first_rival], links[first_rival + 1]):
-                busy = max(busy, state.free[1, links[table + index]])
-            time += slowed_by(task[taken, DURATION], busy - time, links[table])
-        time += task[taken, DURATION]
-        for index in range(links[first], links[first + 1]):
-            state.free[1, links[index]] = time
-            mark_holder(state.held, state.numbers, links[index], place)
-        rows[END, place] = time
+        time = record_task(state, taken, time, place)
         makespan = max(makespan, time)
         for edge in range(task[taken, SUCCESSORS], task[taken + 1, SUCCESSORS]):
             after = links[edge]

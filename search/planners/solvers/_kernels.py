@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats, Indices, Words
-from stratagem.simulator.base.compiling import kernel
+from stratagem.simulator.base.compiling import kernel, uncounted
 
 ZERO, ONE = np.uint64(0), np.uint64(1)
 
@@ -135,90 +137,10 @@ def replica_seconds(
                     )
 
 
-@kernel(cache=True)
-def shift_block(
-    block: int,
-    new: int,
-    work: Floats,
-    size: Floats,
-    pays: Floats,
-    block_starts: Indices,
-    block_nets: Indices,
-    net_cost: Floats,
-    touching: Indices,
-    spread: Indices,
-    load: Floats,
-    used: Floats,
-    place: Indices,
-) -> None:
-    """Take a block to another device and keep loads, bytes and nets up to date.
+class PlacedBlocks(NamedTuple):
+    """Blocks to place on devices, and the nets that join them.
 
-    Args:
-        block: the block.
-        new: its device from now on.
-        work: time by block and device.
-        size: bytes of each block.
-        pays: 1 for devices that pay for tensors that cross, 0 for others.
-        block_starts: nets of block b are ``block_nets[block_starts[b]:block_starts[b + 1]]``.
-        block_nets: see there.
-        net_cost: cost of each net to each device that it touches, if there are several.
-        touching: blocks of each net on each device.
-        spread: devices that each net touches.
-        load: of each device.
-        used: bytes of each device.
-        place: device of each block.
-    """
-    old = place[block]
-    place[block] = new
-    load[old] -= work[block, old]
-    load[new] += work[block, new]
-    used[old] -= size[block]
-    used[new] += size[block]
-    for k in range(block_starts[block], block_starts[block + 1]):
-        net = block_nets[k]
-        gone, come = touching[net, old] == 1, touching[net, new] == 0
-        if gone or come:
-            if spread[net] > 1:
-                for d in range(len(load)):
-                    if touching[net, d] > 0:
-                        load[d] -= net_cost[net] * pays[d]
-            touching[net, old] -= 1
-            touching[net, new] += 1
-            spread[net] += (1 if come else 0) - (1 if gone else 0)
-            if spread[net] > 1:
-                for d in range(len(load)):
-                    if touching[net, d] > 0:
-                        load[d] += net_cost[net] * pays[d]
-        else:
-            touching[net, old] -= 1
-            touching[net, new] += 1
-
-
-@kernel(cache=True)
-def anneal_assignment(
-    work: Floats,
-    size: Floats,
-    allowed: Floats,
-    memory: Floats,
-    pays: Floats,
-    net_starts: Indices,
-    nets: Indices,
-    block_starts: Indices,
-    block_nets: Indices,
-    net_cost: Floats,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    rng: np.random.Generator,
-    place: Indices,
-) -> float:
-    """Anneal which device runs each block, for the least maximal load.
-
-    The energy is the 24-norm of the loads, which tells apart states of equal maxima; temperatures
-    are relative to it and fall geometrically. A move takes a block to any device, or to that of
-    a block that it shares a net with, or lets two blocks change places.
-
-    Args:
+    Attributes:
         work: time by block and device.
         size: bytes of each block.
         allowed: 1 where a device can run a block.
@@ -229,7 +151,147 @@ def anneal_assignment(
         block_starts: nets of block b, likewise.
         block_nets: see there.
         net_cost: cost of each net to each device that it touches, if there are several.
-        num_moves: moves to try.
+    """
+
+    work: Floats
+    size: Floats
+    allowed: Floats
+    memory: Floats
+    pays: Floats
+    net_starts: Indices
+    nets: Indices
+    block_starts: Indices
+    block_nets: Indices
+    net_cost: Floats
+
+
+class DeviceLoads(NamedTuple):
+    """What devices do under an assignment.
+
+    Attributes:
+        place: device of each block.
+        load: of each device.
+        used: bytes of each device.
+        touching: blocks of each net on each device.
+        spread: devices that each net touches.
+    """
+
+    place: Indices
+    load: Floats
+    used: Floats
+    touching: Indices
+    spread: Indices
+
+
+@uncounted(forceinline=True, inner=True)
+def charge_net(blocks: PlacedBlocks, loads: DeviceLoads, net: int, sign: int) -> None:
+    """Add what a net costs to the devices that it touches, if several, or take it off."""
+    if loads.spread[net] > 1:
+        for d in range(len(loads.load)):
+            if loads.touching[net, d] > 0:
+                loads.load[d] += sign * blocks.net_cost[net] * blocks.pays[d]
+
+
+@uncounted(forceinline=True, inner=True)
+def shift_block(blocks: PlacedBlocks, loads: DeviceLoads, block: int, new: int) -> None:
+    """Take a block to another device and keep loads, bytes and nets up to date."""
+    load, used, touching = loads.load, loads.used, loads.touching
+    old = loads.place[block]
+    loads.place[block] = new
+    load[old] -= blocks.work[block, old]
+    load[new] += blocks.work[block, new]
+    used[old] -= blocks.size[block]
+    used[new] += blocks.size[block]
+    for k in range(blocks.block_starts[block], blocks.block_starts[block + 1]):
+        net = blocks.block_nets[k]
+        gone, come = touching[net, old] == 1, touching[net, new] == 0
+        if gone or come:
+            charge_net(blocks, loads, net, -1)
+        touching[net, old] -= 1
+        touching[net, new] += 1
+        if gone or come:
+            loads.spread[net] += (1 if come else 0) - (1 if gone else 0)
+            charge_net(blocks, loads, net, 1)
+
+
+@kernel(inner=True)
+def loads_of(blocks: PlacedBlocks, place: Indices) -> DeviceLoads:
+    """What devices do under an assignment, from nothing."""
+    num_blocks, num_devices = blocks.work.shape
+    num_nets = len(blocks.net_cost)
+    loads = DeviceLoads(
+        place.copy(),
+        np.zeros(num_devices),
+        np.zeros(num_devices),
+        np.zeros((num_nets, num_devices), np.int32),
+        np.zeros(num_nets, np.int32),
+    )
+    for b in range(num_blocks):
+        loads.load[place[b]] += blocks.work[b, place[b]]
+        loads.used[place[b]] += blocks.size[b]
+    for e in range(num_nets):
+        for i in range(blocks.net_starts[e], blocks.net_starts[e + 1]):
+            d = place[blocks.nets[i]]
+            if loads.touching[e, d] == 0:
+                loads.spread[e] += 1
+            loads.touching[e, d] += 1
+        charge_net(blocks, loads, e, 1)
+    return loads
+
+
+@uncounted(forceinline=True, inner=True)
+def draw_shifts(
+    blocks: PlacedBlocks, place: Indices, rng: np.random.Generator, moved: Indices, target: Indices
+) -> int:
+    """Draw the blocks of a move and where they go; one or two, none where that is not allowed.
+
+    A block goes to any device, or to that of a block that it shares a net with, or changes places
+    with another one.
+    """
+    num_blocks, num_devices = blocks.work.shape
+    moved[0] = np.int64(rng.random() * num_blocks)
+    count, kind, first = 1, rng.random(), blocks.block_starts[moved[0]]
+    degree = blocks.block_starts[moved[0] + 1] - first
+    if kind < 0.1 or (degree == 0 and kind < 0.8):
+        target[0] = np.int64(rng.random() * num_devices)
+    elif kind < 0.8:
+        net = blocks.block_nets[first + np.int64(rng.random() * degree)]
+        begin = blocks.net_starts[net]
+        members = blocks.net_starts[net + 1] - begin
+        target[0] = place[blocks.nets[begin + np.int64(rng.random() * members)]]
+    else:
+        moved[1] = np.int64(rng.random() * num_blocks)
+        target[0], target[1] = place[moved[1]], place[moved[0]]
+        count = 2
+    is_allowed = target[0] != place[moved[0]]
+    for i in range(count):
+        is_allowed &= blocks.allowed[moved[i], target[i]] > 0
+    return count if is_allowed else 0
+
+
+@kernel(inner=True)
+def norm_of(load: Floats, top: float) -> float:
+    """The 24-norm of loads, the greatest of which is `top`."""
+    return float(top * (((load / top) ** 24).sum()) ** (1 / 24))
+
+
+@kernel(cache=True)
+def anneal_assignment(
+    blocks: PlacedBlocks,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    rng: np.random.Generator,
+    place: Indices,
+) -> float:
+    """Anneal which device runs each block, for the least maximal load.
+
+    The energy is the 24-norm of the loads, which tells apart states of equal maxima; temperatures
+    are relative to it and fall geometrically.
+
+    Args:
+        blocks: what to place, and where it may be.
+        num_moves: moves to try, see `draw_shifts`.
         hot: first relative temperature.
         cold: last one.
         rng: where random numbers come from.
@@ -238,95 +300,35 @@ def anneal_assignment(
     Returns:
         The greatest load of the best assignment.
     """
-    num_blocks, num_devices = work.shape
-    num_nets = len(net_cost)
-    touching = np.zeros((num_nets, num_devices), np.int32)
-    spread = np.zeros(num_nets, np.int32)
-    load, used = np.zeros(num_devices), np.zeros(num_devices)
-    for b in range(num_blocks):
-        load[place[b]] += work[b, place[b]]
-        used[place[b]] += size[b]
-    for e in range(num_nets):
-        for i in range(net_starts[e], net_starts[e + 1]):
-            if touching[e, place[nets[i]]] == 0:
-                spread[e] += 1
-            touching[e, place[nets[i]]] += 1
-        if spread[e] > 1:
-            for d in range(num_devices):
-                if touching[e, d] > 0:
-                    load[d] += net_cost[e] * pays[d]
-    best, current = place.copy(), place.copy()
+    loads = loads_of(blocks, place)
+    load, used, best = loads.load, loads.used, place.copy()
     least = load.max()
-    norm = least * (((load / least) ** 24).sum()) ** (1 / 24)
-    before, used_before = np.empty(num_devices), np.empty(num_devices)
+    norm = norm_of(load, least)
+    before, used_before = np.empty(len(load)), np.empty(len(load))
     moved, target, origin = np.empty(2, np.int32), np.empty(2, np.int32), np.empty(2, np.int32)
     for move in range(num_moves):
-        moved[0] = np.int64(rng.random() * num_blocks)
-        count = 1
-        kind = rng.random()
-        degree = block_starts[moved[0] + 1] - block_starts[moved[0]]
-        if kind < 0.1 or (degree == 0 and kind < 0.8):
-            target[0] = np.int64(rng.random() * num_devices)
-        elif kind < 0.8:
-            net = block_nets[block_starts[moved[0]] + np.int64(rng.random() * degree)]
-            members = net_starts[net + 1] - net_starts[net]
-            target[0] = current[nets[net_starts[net] + np.int64(rng.random() * members)]]
-        else:
-            moved[1] = np.int64(rng.random() * num_blocks)
-            target[0], target[1] = current[moved[1]], current[moved[0]]
-            count = 2
-        accept = target[0] != current[moved[0]]
-        for i in range(count):
-            accept &= allowed[moved[i], target[i]] > 0
-        if not accept:
+        count = draw_shifts(blocks, loads.place, rng, moved, target)
+        if count == 0:
             continue
         before[:], used_before[:] = load, used
         for i in range(count):
-            origin[i] = current[moved[i]]
-            shift_block(
-                moved[i],
-                target[i],
-                work,
-                size,
-                pays,
-                block_starts,
-                block_nets,
-                net_cost,
-                touching,
-                spread,
-                load,
-                used,
-                current,
-            )
+            origin[i] = loads.place[moved[i]]
+            shift_block(blocks, loads, moved[i], target[i])
         top = load.max()
-        after = top * (((load / top) ** 24).sum()) ** (1 / 24) if top > 0 else 0.0
+        after = norm_of(load, top) if top > 0 else 0.0
         worse = (after - norm) / norm
         temperature = hot * (cold / hot) ** (move / num_moves)
         accept = worse <= 0 or rng.random() < np.exp(-worse / temperature)
-        for d in range(num_devices):
-            accept &= used[d] <= memory[d]
+        for d in range(len(load)):
+            accept &= used[d] <= blocks.memory[d]
         if accept:
             norm = after
             if top < least * (1 - 1e-12):
                 least = top
-                best[:] = current
+                best[:] = loads.place
             continue
         for i in range(count - 1, -1, -1):
-            shift_block(
-                moved[i],
-                origin[i],
-                work,
-                size,
-                pays,
-                block_starts,
-                block_nets,
-                net_cost,
-                touching,
-                spread,
-                load,
-                used,
-                current,
-            )
+            shift_block(blocks, loads, moved[i], origin[i])
         # Without the rounding of there and back.
         load[:], used[:] = before, used_before
     place[:] = best

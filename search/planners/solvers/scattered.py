@@ -17,7 +17,7 @@ from stratagem.searcher.planners.inputs.dnn_partitioning import (
     read_partition_input,
 )
 from stratagem.searcher.planners.inputs.result import PlannedStage, PlannerResult
-from stratagem.searcher.planners.solvers._kernels import anneal_assignment
+from stratagem.searcher.planners.solvers._kernels import PlacedBlocks, anneal_assignment
 from stratagem.searcher.planners.solvers.max_load import (
     DEVICES,
     average_load,
@@ -152,26 +152,9 @@ class Assignment:
         """Anneal an assignment in place; its greatest load in ms."""
         kinds = np.repeat([1.0, 0.0], self.counts)
         memory = np.where(kinds > 0, self.graph.memory_bytes, math.inf)
-        net_starts, nets, block_starts, block_nets, costs = self.nets
-        return float(
-            anneal_assignment(
-                self.work,
-                self.blocks.size,
-                self.allowed,
-                memory,
-                kinds,
-                net_starts,
-                nets,
-                block_starts,
-                block_nets,
-                costs,
-                num_moves,
-                HOT,
-                COLD,
-                np.random.default_rng(seed),
-                place,
-            )
-        )
+        blocks = PlacedBlocks(self.work, self.blocks.size, self.allowed, memory, kinds, *self.nets)
+        rng = np.random.default_rng(seed)
+        return float(anneal_assignment(blocks, num_moves, HOT, COLD, rng, place))
 
     def stages(self, place: Indices) -> tuple[PlannedStage, ...]:
         """The split that an assignment means; devices without nodes are left out."""
