@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
-from stratagem.simulator.base.compiling import kernel
+from stratagem.simulator.base.compiling import kernel, uncounted
 
 Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
 """Starts of the nodes' strategies, adjacency, neighbours, reverse, tables, pool
@@ -18,6 +20,78 @@ Spans = tuple[Ints, Ints, Ints, Ints, Ints]
 (`memory_rows.Spans`).
 """
 
+
+class TreeSpace(NamedTuple):
+    """The tree of a move, and what it is grown in.
+
+    Attributes:
+        inside: [nodes], those in the tree.
+        seen: [nodes], those that were met; all false between trees.
+        above: [nodes], the node above each in the tree; −1 for none.
+        order: [nodes], those of the tree, each behind the one above it.
+        queue: [nodes], work space.
+        value: [strategies], costs of the nodes of the tree, see `fill_values`.
+    """
+
+    inside: Flags
+    seen: Flags
+    above: Ints
+    order: Ints
+    queue: Ints
+    value: Floats
+
+
+class HeldProgram(NamedTuple):
+    """What random trees choose for, every byte of every row counted.
+
+    Attributes:
+        costs: [strategies].
+        graph, held: see `Graph` and `Held`.
+        limits: [rows], bytes.
+        least_weights: [rows], below which the weight of no row sinks.
+    """
+
+    costs: Floats
+    graph: Graph
+    held: Held
+    limits: Ints
+    least_weights: Floats
+
+
+class HeldTreeState(NamedTuple):
+    """Where a search by random trees has come to: weights of rows, its choice, and the best."""
+
+    weights: Floats
+    choice: Ints
+    best: Ints
+
+
+class PricedProgram(NamedTuple):
+    """What random trees choose for, bytes at their prices.
+
+    Attributes:
+        costs: [strategies].
+        graph, spans: see `Graph` and `Spans`.
+        limits: [rows], bytes.
+        least_prices: [rows], below which the price of no row sinks.
+    """
+
+    costs: Floats
+    graph: Graph
+    spans: Spans
+    limits: Ints
+    least_prices: Floats
+
+
+class PricedTreeState(NamedTuple):
+    """Where a search at prices has come to: these, bytes in use, its choice, and the best."""
+
+    prices: Floats
+    used: Ints
+    choice: Ints
+    best: Ints
+
+
 MIXED = 64
 """Waiting nodes of which one is drawn to join a tree."""
 WHOLE, LARGEST = 0.05, 7.0
@@ -29,7 +103,7 @@ ROOM, MOST_OVER = 0.02, 0.25
 the most."""
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def edge_to(node: int, other: int, adjacency: Ints, neighbours: Ints) -> int:
     """The directed edge from a node to a neighbour."""
     for e in range(adjacency[node], adjacency[node + 1]):
@@ -38,23 +112,29 @@ def edge_to(node: int, other: int, adjacency: Ints, neighbours: Ints) -> int:
     return -1
 
 
-@kernel(cache=True)
-def grow_tree(
-    root: int,
-    size: int,
-    adjacency: Ints,
-    neighbours: Ints,
-    inside: Flags,
-    seen: Flags,
-    above: Ints,
-    order: Ints,
-    queue: Ints,
-) -> int:
+@kernel(inner=True)
+def tree_space(num_nodes: int, num_strategies: int) -> TreeSpace:
+    """Room for any tree."""
+    return TreeSpace(
+        inside=np.zeros(num_nodes, np.bool_),
+        seen=np.zeros(num_nodes, np.bool_),
+        above=np.full(num_nodes, -1),
+        order=np.empty(num_nodes, np.int64),
+        queue=np.empty(num_nodes, np.int64),
+        value=np.empty(num_strategies),
+    )
+
+
+@uncounted(inner=True)
+def grow_tree(root: int, size: int, graph: Graph, tree: TreeSpace) -> int:
     """Nodes around one that induce a tree, breadth first in random order; gives how many.
 
     A node joins if one neighbour of it is in the tree, no more; that is `above` it. `order` has
     it after that one. `inside` marks the nodes that joined; `seen` is left as it was, all false.
     """
+    adjacency, neighbours = graph[1], graph[2]
+    inside, seen, above = tree.inside, tree.seen, tree.above
+    order, queue = tree.order, tree.queue
     count, head, tail = 0, 0, 1
     queue[0] = root
     seen[root] = True
@@ -83,7 +163,7 @@ def grow_tree(
     return count
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def edge_costs_of(
     node: int, k: int, graph: Graph, inside: Flags, above: Ints, choice: Ints
 ) -> float:
@@ -97,7 +177,7 @@ def edge_costs_of(
     return total
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def cost_of(costs: Floats, graph: Graph, inside: Flags, above: Ints, choice: Ints) -> float:
     """Costs of all nodes and edges under a choice; no node is inside a tree."""
     starts, total = graph[0], 0.0
@@ -107,7 +187,7 @@ def cost_of(costs: Floats, graph: Graph, inside: Flags, above: Ints, choice: Int
     return total
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def tree_cost(
     count: int,
     order: Ints,
@@ -126,7 +206,7 @@ def tree_cost(
     return total
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def price_windows(
     count: int, order: Ints, costs: Floats, starts: Ints, held: Held, prices: Floats, value: Floats
 ) -> None:
@@ -142,7 +222,7 @@ def price_windows(
                 value[lo + k] += prices[first[node] + row] * nbytes[line + row]
 
 
-@kernel(cache=True)
+@kernel(inner=True)
 def price_spans(
     count: int, order: Ints, costs: Floats, starts: Ints, spans: Spans, sums: Floats, value: Floats
 ) -> None:
@@ -158,7 +238,7 @@ def price_spans(
                 value[lo + k] += price * nbytes[place[span] + k]
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def fill_values(
     count: int,
     order: Ints,
@@ -196,7 +276,7 @@ def fill_values(
             value[starts[parent] + column] += least
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def draw_size(num_nodes: int) -> int:
     """How large a tree may grow: now and then as large as it will."""
     if np.random.random() < WHOLE:
@@ -204,7 +284,7 @@ def draw_size(num_nodes: int) -> int:
     return int(2.0 ** (1.0 + LARGEST * np.random.random()))
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def change_held(node: int, k: int, sign: int, held: Held, used: Ints) -> None:
     """Add to or take from the bytes in use what a node holds under strategy k."""
     first, width, window, nbytes = held
@@ -213,7 +293,7 @@ def change_held(node: int, k: int, sign: int, held: Held, used: Ints) -> None:
         used[first[node] + row] += sign * nbytes[line + row]
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def penalty_of(node: int, k: int, held: Held, used: Ints, limits: Ints, weights: Floats) -> float:
     """Penalty of the bytes over the limits in a node's rows if it takes k and held nothing."""
     first, width, window, nbytes = held
@@ -226,7 +306,7 @@ def penalty_of(node: int, k: int, held: Held, used: Ints, limits: Ints, weights:
     return total
 
 
-@kernel(cache=True)
+@uncounted(inner=True)
 def total_penalty(used: Ints, limits: Ints, weights: Floats) -> float:
     """Penalty of all bytes over the limits."""
     total = 0.0
@@ -236,38 +316,83 @@ def total_penalty(used: Ints, limits: Ints, weights: Floats) -> float:
     return total
 
 
+@uncounted(inner=True)
+def choose_held(
+    count: int, program: HeldProgram, tree: TreeSpace, weights: Floats, choice: Ints, used: Ints
+) -> None:
+    """Let the nodes of a tree choose, from the root down, at least cost and penalty.
+
+    `choice` and `used` are changed.
+    """
+    starts, adjacency, neighbours, _, tables, pool = program.graph
+    held, above = program.held, tree.above
+    for where in range(count):
+        node = tree.order[where]
+        change_held(node, choice[node], -1, held, used)
+        e = -1
+        if above[node] >= 0:
+            e = edge_to(node, above[node], adjacency, neighbours)
+        least, chosen = np.inf, 0
+        for k in range(starts[node + 1] - starts[node]):
+            total = tree.value[starts[node] + k]
+            if e >= 0:
+                columns = starts[above[node] + 1] - starts[above[node]]
+                total += pool[tables[e] + k * columns + choice[above[node]]]
+            if total < least:
+                total += penalty_of(node, k, held, used, program.limits, weights)
+                if total < least:
+                    least, chosen = total, k
+        choice[node] = chosen
+        change_held(node, chosen, 1, held, used)
+
+
+@uncounted(inner=True)
+def weigh_rows(program: HeldProgram, used: Ints, weights: Floats) -> int:
+    """Let weights rise in rows that are over and sink in others; return how many are over."""
+    over = 0
+    for row in range(len(program.limits)):
+        if used[row] > program.limits[row]:
+            over += 1
+            weights[row] *= RISE
+        else:
+            weights[row] = max(weights[row] * SINK, program.least_weights[row])
+    return over
+
+
+@uncounted(inner=True)
+def forget_tree(count: int, tree: TreeSpace) -> None:
+    """Make the nodes of a tree ordinary ones again."""
+    for where in range(count):
+        tree.inside[tree.order[where]] = False
+        tree.above[tree.order[where]] = -1
+
+
 @kernel(cache=True)
 def search_trees(
     moves: int,
     seed: int,
     temperature: float,
-    costs: Floats,
-    graph: Graph,
-    held: Held,
-    limits: Ints,
-    least_weights: Floats,
-    weights: Floats,
-    choice: Ints,
-    best: Ints,
+    program: HeldProgram,
+    search: HeldTreeState,
     best_cost: float,
 ) -> float:
-    """Improve `choice` by exact moves of random induced trees; gives the cost of `best`.
+    """Improve the choice by exact moves of random induced trees; gives the cost of the best.
 
     A move takes a random tree of nodes, lets all of them choose anew at least cost with the
     others as they are (memory at its prices, the weights of rows that are nearly full), and then
     chooses from the root down under the true penalty of bytes over the limits. It is undone if
     that is worse, but for Metropolis' rule. Weights of rows rise while they are over and sink
     while they are not, so that the search goes to and fro across the limits (strategic
-    oscillation, Glover 1989). `weights`, `choice` and `best` are changed.
+    oscillation, Glover 1989). All of `search` is changed.
     """
     np.random.seed(seed)
-    starts, adjacency, neighbours, _, tables, pool = graph
+    costs, graph, held, limits = program.costs, program.graph, program.held, program.limits
+    weights, choice = search.weights, search.choice
+    starts = graph[0]
     num_nodes = len(starts) - 1
     used, prices = np.zeros(len(limits), np.int64), np.zeros(len(limits))
-    value = np.empty(len(costs))
-    inside, seen = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
-    above, order = np.full(num_nodes, -1), np.empty(num_nodes, np.int64)
-    queue, old = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
+    tree, old = tree_space(num_nodes, len(costs)), np.empty(num_nodes, np.int64)
+    order, inside, above, value = tree.order, tree.inside, tree.above, tree.value
     cost = cost_of(costs, graph, inside, above, choice)
     for node in range(num_nodes):
         change_held(node, choice[node], 1, held, used)
@@ -276,59 +401,32 @@ def search_trees(
         for row in range(len(limits)):
             prices[row] = weights[row] if used[row] > nearness * limits[row] else 0.0
         size, root = draw_size(num_nodes), np.random.randint(0, num_nodes)
-        count = grow_tree(root, size, adjacency, neighbours, inside, seen, above, order, queue)
+        count = grow_tree(root, size, graph, tree)
         price_windows(count, order, costs, starts, held, prices, value)
         fill_values(count, order, graph, inside, above, choice, value)
         change = -total_penalty(used, limits, weights)
         gained = tree_cost(count, order, costs, graph, inside, above, choice)
         for where in range(count):
             old[where] = choice[order[where]]
-        for where in range(count):
-            node = order[where]
-            change_held(node, choice[node], -1, held, used)
-            e = -1
-            if above[node] >= 0:
-                e = edge_to(node, above[node], adjacency, neighbours)
-            least, chosen = np.inf, 0
-            for k in range(starts[node + 1] - starts[node]):
-                total = value[starts[node] + k]
-                if e >= 0:
-                    columns = starts[above[node] + 1] - starts[above[node]]
-                    total += pool[tables[e] + k * columns + choice[above[node]]]
-                if total < least:
-                    total += penalty_of(node, k, held, used, limits, weights)
-                    if total < least:
-                        least, chosen = total, k
-            choice[node] = chosen
-            change_held(node, chosen, 1, held, used)
+        choose_held(count, program, tree, weights, choice, used)
         spent = tree_cost(count, order, costs, graph, inside, above, choice)
         change += spent - gained + total_penalty(used, limits, weights)
-        refused = change > 1e-9 and change > -temperature * np.log(np.random.random())
-        for where in range(count):
-            node = order[where]
-            inside[node] = False
-            above[node] = -1
-            if refused:
+        forget_tree(count, tree)
+        if change > 1e-9 and change > -temperature * np.log(np.random.random()):
+            for where in range(count):
+                node = order[where]
                 change_held(node, choice[node], -1, held, used)
                 choice[node] = old[where]
                 change_held(node, choice[node], 1, held, used)
-        if refused:
             continue
         cost += spent - gained
-        over = 0
-        for row in range(len(limits)):
-            over += used[row] > limits[row]
-            if used[row] > limits[row]:
-                weights[row] *= RISE
-            else:
-                weights[row] = max(weights[row] * SINK, least_weights[row])
-        if over == 0 and cost < best_cost:
+        if weigh_rows(program, used, weights) == 0 and cost < best_cost:
             best_cost = cost
-            best[:] = choice
+            search.best[:] = choice
     return best_cost
 
 
-@kernel(cache=True)
+@kernel(inner=True)
 def choose_down(
     count: int,
     order: Ints,
@@ -365,60 +463,62 @@ def choose_down(
                     used[begin[span] : end[span]] += change
 
 
+@uncounted(inner=True)
+def price_rows(program: PricedProgram, used: Ints, speed: float, prices: Floats) -> bool:
+    """Let prices rise in rows that are fuller than they shall be, and sink in others.
+
+    Returns:
+        Whether all rows are within their limits.
+    """
+    fits = True
+    for row in range(len(program.limits)):
+        limit = program.limits[row]
+        fits = fits and used[row] <= limit
+        over = used[row] / max(limit, 1) - (1.0 - ROOM)
+        factor = 1.0 + speed * min(max(over, -MOST_OVER), MOST_OVER)
+        prices[row] = max(prices[row] * factor, program.least_prices[row])
+    return fits
+
+
 @kernel(cache=True)
 def search_priced(
     moves: int,
     seed: int,
     speed: float,
-    costs: Floats,
-    graph: Graph,
-    spans: Spans,
-    limits: Ints,
-    least_prices: Floats,
-    prices: Floats,
-    used: Ints,
-    choice: Ints,
-    best: Ints,
+    program: PricedProgram,
+    search: PricedTreeState,
     best_cost: float,
 ) -> float:
-    """Let random trees choose at least cost, bytes at their prices; gives the cost of `best`.
+    """Let random trees choose at least cost, bytes at their prices; gives the cost of the best.
 
     Nothing is refused: a tree's choice is the best there is for the prices and the nodes around
     it. After each, prices rise in rows that are fuller than they shall be and sink in others, by
     factors (multiplicative weights, Plotkin, Shmoys and Tardos 1995): by about e^(speed · share
     over the limit) while the moves touch as many nodes as there are. So prices become those at
-    which choices that are nearly optimal nearly fit, and some on the way do fit. `prices`, `used`,
-    `choice` and `best` are changed.
+    which choices that are nearly optimal nearly fit, and some on the way do fit. All of `search`
+    is changed.
     """
     np.random.seed(seed)
-    starts, adjacency, neighbours = graph[:3]
-    num_nodes, num_rows = len(starts) - 1, len(limits)
-    sums, value = np.zeros(num_rows + 1), np.empty(len(costs))
-    inside, seen = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
-    above, order = np.full(num_nodes, -1), np.empty(num_nodes, np.int64)
-    queue = np.empty(num_nodes, np.int64)
+    costs, graph, spans = program.costs, program.graph, program.spans
+    prices, used, choice = search.prices, search.used, search.choice
+    starts = graph[0]
+    num_nodes = len(starts) - 1
+    sums, tree = np.zeros(len(prices) + 1), tree_space(num_nodes, len(costs))
+    order, inside, above, value = tree.order, tree.inside, tree.above, tree.value
     cost = cost_of(costs, graph, inside, above, choice)
     for _ in range(moves):
-        for row in range(num_rows):
+        for row in range(len(prices)):
             sums[row + 1] = sums[row] + prices[row]
         size, root = draw_size(num_nodes), np.random.randint(0, num_nodes)
-        count = grow_tree(root, size, adjacency, neighbours, inside, seen, above, order, queue)
+        count = grow_tree(root, size, graph, tree)
         cost -= tree_cost(count, order, costs, graph, inside, above, choice)
         price_spans(count, order, costs, starts, spans, sums, value)
         fill_values(count, order, graph, inside, above, choice, value)
         choose_down(count, order, graph, above, value, spans, choice, used)
         cost += tree_cost(count, order, costs, graph, inside, above, choice)
-        for where in range(count):
-            inside[order[where]] = False
-            above[order[where]] = -1
-        fits = True
-        for row in range(num_rows):
-            fits = fits and used[row] <= limits[row]
-            over = used[row] / max(limits[row], 1) - (1.0 - ROOM)
-            change = speed * count / num_nodes * min(max(over, -MOST_OVER), MOST_OVER)
-            factor = 1.0 + change
-            prices[row] = max(prices[row] * factor, least_prices[row])
+        forget_tree(count, tree)
+        fits = price_rows(program, used, speed * count / num_nodes, prices)
         if fits and cost < best_cost:
             best_cost = cost
-            best[:] = choice
+            search.best[:] = choice
     return best_cost

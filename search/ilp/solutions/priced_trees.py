@@ -16,7 +16,11 @@ from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
 from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.memory_rows import Spans
 from stratagem.searcher.ilp.problem.reductions import ReducedInstance
-from stratagem.searcher.ilp.solutions._tree_kernels import search_priced
+from stratagem.searcher.ilp.solutions._tree_kernels import (
+    PricedProgram,
+    PricedTreeState,
+    search_priced,
+)
 from stratagem.simulator.base.arrays import Floats
 
 MOVES = 4
@@ -83,18 +87,13 @@ class PricedSearch:
 
     def _move(self, speed: float) -> None:
         flat = self.flat
-        self.best_cost = search_priced(
-            CHUNK,
-            int(self.rng.integers(2**31)),
-            speed,
-            flat.costs,
-            (flat.starts, *flat.graph[:-1]),
-            self.spans.arrays,
-            self.memory.limits,
-            self.least,
-            self.prices,
-            self.used,
-            self.choice,
-            self.best,
-            self.best_cost,
+        program = PricedProgram(
+            costs=flat.costs,
+            graph=(flat.starts, *flat.graph[:-1]),
+            spans=self.spans.arrays,
+            limits=self.memory.limits,
+            least_prices=self.least,
         )
+        search = PricedTreeState(self.prices, self.used, self.choice, self.best)
+        seed = int(self.rng.integers(2**31))
+        self.best_cost = search_priced(CHUNK, seed, speed, program, search, self.best_cost)

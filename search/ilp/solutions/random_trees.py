@@ -15,7 +15,7 @@ from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
 from stratagem.searcher.ilp.problem.incumbent import BestAssignment
 from stratagem.searcher.ilp.problem.memory_rows import FlatWindows, only, some_rows
 from stratagem.searcher.ilp.problem.reductions import ReducedInstance
-from stratagem.searcher.ilp.solutions._tree_kernels import search_trees
+from stratagem.searcher.ilp.solutions._tree_kernels import HeldProgram, HeldTreeState, search_trees
 from stratagem.simulator.base.arrays import Floats, Ints
 
 MAX_ROWS, MORE_ROWS = 64, 16
@@ -84,20 +84,16 @@ class TreeSearch:
 
     def _move(self, temperature: float) -> None:
         flat = self.flat
-        self.best_cost = search_trees(
-            CHUNK,
-            int(self.rng.integers(2**31)),
-            temperature,
-            flat.costs,
-            (flat.starts, *flat.graph[:-1]),
-            self.windows.held,
-            self.limits,
-            self.least_weights,
-            self.weights,
-            self.choice,
-            self.best,
-            self.best_cost,
+        program = HeldProgram(
+            costs=flat.costs,
+            graph=(flat.starts, *flat.graph[:-1]),
+            held=self.windows.held,
+            limits=self.limits,
+            least_weights=self.least_weights,
         )
+        search = HeldTreeState(self.weights, self.choice, self.best)
+        seed = int(self.rng.integers(2**31))
+        self.best_cost = search_trees(CHUNK, seed, temperature, program, search, self.best_cost)
 
     def _learn(self) -> None:
         """Take in the rows that the present choice breaks most, where there are any."""
