@@ -6,7 +6,8 @@
 A room is a folder of modules. Imports count wherever they stand: for types only, or inside a
 function too. No two modules and no two rooms may import one another, however indirectly. A room
 has at most `MOST` modules, and its docstring says what comes in, what goes out, what it imports.
-No two classes are called alike. Such a docstring ends so:
+No two classes are called alike. A compiled kernel has at most `MOST_LINES` lines and
+`MOST_ARGUMENTS` arguments. The docstring of a room ends so:
 
     Imports: plan, stage and below.
     Imports: cache, the simulator; no torch.
@@ -33,6 +34,27 @@ SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 MOST, MOST_TESTS = 12, 14
 """Modules side by side in a room, and files in a room of tests."""
+MOST_LINES, MOST_ARGUMENTS = 60, 8
+"""Lines of a kernel, without its docstring, and its positional arguments."""
+KERNEL = re.compile(r"(kernel|uncounted)\(")
+"""How the decorators of kernels begin."""
+LONGER = {
+    "replay_window": "its numbers stay in registers from task to task, which calls would end",
+    "enumerate_sets": "its arrays grow as it runs, each by another measure",
+}
+"""Kernels of more lines, and why."""
+WIDER = {
+    "product_seconds": "numbers only, and the caller looks each of them up",
+    "stage_loads": "one caller, which has each array from another place",
+    "replica_seconds": "one caller, which has each array from another place",
+    "pairs_above": "one caller, which has each array from another place",
+    "relax_stages": "one caller, which has each array from another place",
+    "ascend": "the program, and the multipliers that are improved",
+    "dual_bound": "the program, and its multipliers",
+    "priced_costs": "the program, and its multipliers",
+    "consistent_choice": "the program, and its multipliers",
+}
+"""Kernels of more arguments, and what they are."""
 SAYS = ("In:", "Out:", "Imports:")
 """How the sentences of a room's docstring begin."""
 PACKAGES = {"search": "searcher"}
@@ -159,6 +181,38 @@ def shared_names(known: Mapping[str, Path]) -> Iterator[str]:
             yield f"{each} is a class of {' and of '.join(modules)}; give each its own name"
 
 
+def kernels_of(path: Path) -> Iterator[tuple[str, int, int]]:
+    """The kernels of a module: name, lines of the body, and positional arguments of each."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if any(KERNEL.match(ast.unparse(each)) for each in node.decorator_list):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            yield node.name, lines, len(node.args.posonlyargs + node.args.args)
+
+
+def large_kernels(known: Mapping[str, Path]) -> Iterator[str]:
+    """Which kernels are too long or take too much, and which exceptions are none, one a line."""
+    longer, wider = set(LONGER), set(WIDER)
+    for module, path in sorted(known.items()):
+        for name, lines, arguments in kernels_of(path):
+            if lines > MOST_LINES and name not in LONGER:
+                yield (
+                    f"kernel {name} of {module} has {lines} lines of at most {MOST_LINES}: "
+                    "take steps of it out as inner kernels"
+                )
+            if arguments > MOST_ARGUMENTS and name not in WIDER:
+                yield (
+                    f"kernel {name} of {module} takes {arguments} arguments of at most "
+                    f"{MOST_ARGUMENTS}: put arrays that belong together in a NamedTuple"
+                )
+            longer -= {name} if lines > MOST_LINES else set()
+            wider -= {name} if arguments > MOST_ARGUMENTS else set()
+    for name in sorted(longer | wider):
+        yield f"kernel {name} is an exception of docs/rooms.py and need not be"
+
+
 def complaints() -> Iterator[str]:
     """What is wrong with the rooms, one sentence each."""
     known, graph = import_graph()
@@ -184,6 +238,7 @@ def complaints() -> Iterator[str]:
                 if "no torch" in stated(words) and (path := with_torch(name, known)):
                     yield f"{name} says {'no torch'!r}, and {path.relative_to(SOURCE)} imports it"
     yield from shared_names(known)
+    yield from large_kernels(known)
 
 
 def levels(graph: Graph) -> dict[str, int]:
