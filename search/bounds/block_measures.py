@@ -200,18 +200,9 @@ class _Passages:
         ns[1 + self._place_of] = along
         loads = np.stack([self._loads(resource, choice) for resource in resources])
         came, through = longest_passage(np.cumsum(ns)[self._at], loads)
-        steps, j = [], len(self._at) - 1
-        while j > 0:
-            i, resource = int(came[j]), int(through[j])
-            steps.append(
-                (
-                    int(self._at[i]),
-                    int(self._at[j]),
-                    PLAIN if resource < 0 else resources[resource],
-                )
-            )
-            j = i
-        return steps[::-1]
+        found = steps_of(came, through)
+        at = self._at.tolist()
+        return [(at[i], at[j], PLAIN if r < 0 else resources[r]) for i, j, r in found]
 
     def _loads(self, resource: int, choice: Ints) -> Floats:
         """[places, places], what a resource has to do from one to another, in ns."""
@@ -220,6 +211,22 @@ class _Passages:
         found = np.bincount(self._between, durations, size * size).reshape(size, size)
         total: Floats = found[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
         return total
+
+
+def steps_of(came: Ints, through: Ints) -> list[tuple[int, int, int]]:
+    """The steps of the longest way, as `longest_passage` found it: from, to, with which resource.
+
+    Example:
+        >>> steps_of(np.array([[0, 0, 1], [0, 0, 1]]), np.array([-1, -1, 0]))
+        [(0, 1, -1), (1, 2, 0)]
+    """
+    steps, q, may_pass = [], len(through) - 1, True
+    while q > 0:
+        resource = int(through[q]) if may_pass else -1
+        p = int(came[int(resource >= 0), q])
+        steps.append((p, q, resource))
+        q, may_pass = p, resource < 0
+    return steps[::-1]
 
 
 def _leaving(is_shared: Flags) -> Ints:
@@ -242,30 +249,40 @@ def _leaving(is_shared: Flags) -> Ints:
 def longest_passage(behind: Floats, loads: Floats) -> tuple[Ints, Ints]:
     """The longest way from the first place of a path to its last.
 
+    What passes with a resource from a place on waits for the tasks of the path before it, and not
+    for what passed with another until there. So behind a passage comes a task of the path:
+
+        ended at q    ≥  begun at p + path from p to q
+        begun at q    ≥  ended at p + what passes from p to q
+
     Args:
         behind: [places], ns of the path up to each.
         loads: [resources, places, places], ns of what passes between two places.
 
     Returns:
-        [places] the place from which each is reached, and [places] with which resource: −1 on the
-        path.
+        [2, places] the place from which each is reached, for the end of what is before it on the
+        path and for the begin of what is behind; and [places] with which resource the latter: −1
+        where the path comes there at least as late.
 
     Example:
         >>> loads = np.zeros((1, 3, 3))
         >>> loads[0, 1, 2] = 7.0
         >>> came, through = longest_passage(np.array([0.0, 3.0, 4.0]), loads)
         >>> came.tolist(), through.tolist()
-        ([0, 0, 1], [-1, -1, 0])
+        ([[0, 0, 1], [0, 0, 1]], [-1, -1, 0])
     """
     count = behind.size
-    best, came = np.zeros(count), np.zeros(count, dtype=np.int64)
+    ended, begun = np.zeros(count), np.zeros(count)
+    came = np.zeros((2, count), dtype=np.int64)
     through = np.full(count, -1, dtype=np.int64)
-    for j in range(1, count):
-        best[j], came[j] = best[j - 1] + behind[j] - behind[j - 1], j - 1
+    for q in range(1, count):
+        came[0, q] = came[1, q] = q - 1
+        begun[q] = ended[q] = begun[q - 1] + behind[q] - behind[q - 1]
         for resource in range(loads.shape[0]):
-            for i in range(j):
-                if best[i] + loads[resource, i, j] > best[j]:
-                    best[j], came[j], through[j] = best[i] + loads[resource, i, j], i, resource
+            for p in range(q):
+                if ended[p] + loads[resource, p, q] > begun[q]:
+                    begun[q] = ended[p] + loads[resource, p, q]
+                    came[1, q], through[q] = p, resource
     return came, through
 
 

@@ -8,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.searcher.bounds import cutting_planes
-from stratagem.searcher.bounds.block_measures import BlockMeasures, MeasureForm, places
+from stratagem.searcher.bounds.block_measures import (
+    BlockMeasures,
+    MeasureForm,
+    longest_passage,
+    places,
+    steps_of,
+)
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.problem import _score_kernels
-from stratagem.searcher.problem.linear_measures import BlockLookups
+from stratagem.searcher.problem.linear_measures import BlockLookups, longest_path
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import scored_arrays
 from stratagem.searcher.space.skeletons import Options, all_skeletons
@@ -138,3 +144,63 @@ def test_places_say_what_passes_between_two_tasks() -> None:
     after, before = places(offsets, successors, np.array([0, 1, 2, 3]))
     assert after.tolist() == [0, 1, 2, 3, 1, 2, 3]
     assert before.tolist() == [1, 2, 3, 4, 4, 4, 4]
+
+
+def played(before: list[list[int]], resources: list[int], ns: list[float]) -> float:
+    """When all tasks are over if each resource always takes the first that is ready."""
+    ended: dict[int, float] = {}
+    free = [0.0] * (1 + max(resources))
+    while len(ended) < len(ns):
+        ready = [t for t in range(len(ns)) if t not in ended and set(before[t]) <= ended.keys()]
+        begins = {
+            t: max([free[resources[t]], *(ended[each] for each in before[t])]) for t in ready
+        }
+        task = min(ready, key=lambda t: (begins[t], t))
+        ended[task] = free[resources[task]] = begins[task] + ns[task]
+    return max(ended.values())
+
+
+@settings(max_examples=examples(2_000), deadline=None)
+@given(seed=st.integers(0, 1_000_000), length=st.integers(2, 5), beside=st.integers(1, 12))
+def test_the_longest_passage_is_no_longer_than_any_play(
+    seed: int, length: int, beside: int
+) -> None:
+    """What passes with one resource does not wait for what passed with another before.
+
+    Tasks beside a chain wait for one of it, and mostly another waits for them.
+    """
+    rng = np.random.default_rng(seed)
+    count = length + beside
+    before: list[list[int]] = [[t - 1] if 0 < t < length else [] for t in range(count)]
+    for task in range(length, count):
+        start, end = sorted(rng.integers(0, length + 1, 2).tolist())
+        if start > 0:
+            before[task].append(start - 1)
+        if start < end < length:
+            before[end].append(task)
+    resources = [0] * length + rng.integers(0, 3, beside).tolist()
+    ns = rng.choice([0.0, 1.0, 2.0, 3.0], count).tolist()
+    after = [[t for t in range(count) if q in before[t]] for q in range(count)]
+    offsets = np.cumsum([0, *map(len, after)])
+    successors = np.array([t for each in after for t in each], dtype=np.int64)
+    path = longest_path(offsets, successors, np.array(ns))
+    first, last = places(offsets, successors, path)
+    loads = np.zeros((3, len(path) + 1, len(path) + 1))
+    for task, resource in enumerate(resources):
+        loads[resource, : first[task] + 1, last[task] :] += ns[task]
+    behind = np.concatenate([[0.0], np.cumsum(np.array(ns)[path])])
+    steps = steps_of(*longest_passage(behind, loads))
+    least = sum(
+        behind[q] - behind[p] if resource < 0 else loads[resource, p, q]
+        for p, q, resource in steps
+    )
+    assert behind[-1] <= least + 1e-9
+    assert least <= played(before, resources, ns) + 1e-9
+
+
+def test_two_passages_are_no_longer_than_one_behind_the_other() -> None:
+    """They run side by side: what passes with the second waits for the path alone."""
+    loads = np.zeros((2, 3, 3))
+    loads[0, 0, 1] = loads[1, 1, 2] = 10.0
+    steps = steps_of(*longest_passage(np.array([0.0, 1.0, 2.0]), loads))
+    assert [resource < 0 for _, _, resource in steps].count(True) == 1
