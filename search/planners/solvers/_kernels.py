@@ -31,16 +31,30 @@ def split_nets(sets: Words, nets: Words, cost: Floats) -> tuple[Words, Floats]:
     return split, total
 
 
+class SplitNets(NamedTuple):
+    """Down-sets, and nets that they split.
+
+    Attributes:
+        sets: nodes of each set, as bits.
+        split: nets that each set splits, likewise.
+        split_cost: their cost together.
+        nets: nodes of each net, as bits.
+        net_cost: cost of each net.
+    """
+
+    sets: Words
+    split: Words
+    split_cost: Floats
+    nets: Words
+    net_cost: Floats
+
+
 @kernel(cache=True)
 def stage_loads(
     first: int,
     offsets: Indices,
     outer: Indices,
-    sets: Words,
-    split: Words,
-    split_cost: Floats,
-    nets: Words,
-    net_cost: Floats,
+    arrays: SplitNets,
     totals: Floats,
     memory: float,
     cost: Floats,
@@ -55,15 +69,12 @@ def stage_loads(
         first: inner set of the first offset.
         offsets: pairs of each inner set.
         outer: outer set of each pair.
-        sets: nodes of each set.
-        split: nets that each set splits.
-        split_cost: their cost.
-        nets: nodes of each net.
-        net_cost: cost of each net.
+        arrays: the sets, and the nets that they split.
         totals: accelerator ms, CPU ms, bytes and unsupported nodes of each set, by column.
         memory: bytes that an accelerator has.
         cost: filled in.
     """
+    sets, split, split_cost, nets, net_cost = arrays
     num_words = sets.shape[1]
     for i in range(len(offsets) - 1):
         inner = first + i
@@ -92,15 +103,28 @@ def stage_loads(
             cost[pair, 0] = load
 
 
+class MeasuredSets(NamedTuple):
+    """Work and bytes of down-sets.
+
+    Attributes:
+        seconds: work of each set; not read where there is `inside`.
+        inside: work of each pair of sets, or an empty array.
+        parameters: bytes of parameters of each set.
+        transfers: bytes that cross behind each set, there and back.
+    """
+
+    seconds: Floats
+    inside: Floats
+    parameters: Floats
+    transfers: Floats
+
+
 @kernel(cache=True)
 def replica_seconds(
     first: int,
     offsets: Indices,
     outer: Indices,
-    seconds: Floats,
-    inside: Floats,
-    parameters: Floats,
-    transfers: Floats,
+    measured: MeasuredSets,
     bandwidth: float,
     sharers: float,
     cost: Floats,
@@ -111,15 +135,13 @@ def replica_seconds(
         first: inner set of the first offset.
         offsets: pairs of each inner set.
         outer: outer set of each pair.
-        seconds: work of each set; not read where there is `inside`.
-        inside: work of each pair of sets, or an empty array.
-        parameters: bytes of parameters of each set.
-        transfers: bytes that cross behind each set, there and back.
+        measured: work and bytes of the sets.
         bandwidth: bytes per second.
         sharers: 0 for later stages; for a first stage, which pays for no transfer, the devices
             that share its synchronisation.
         cost: filled in.
     """
+    seconds, inside, parameters, transfers = measured
     for i in range(len(offsets) - 1):
         inner = first + i
         for pair in range(offsets[i], offsets[i + 1]):

@@ -33,7 +33,7 @@ from stratagem.searcher.planners.inputs.down_sets import (
     linearisations,
 )
 from stratagem.searcher.planners.inputs.result import PlannedStage, PlannerResult
-from stratagem.searcher.planners.solvers._kernels import split_nets, stage_loads
+from stratagem.searcher.planners.solvers._kernels import SplitNets, split_nets, stage_loads
 from stratagem.simulator.base.arrays import Flags, Floats
 
 CONTIGUOUS = "max-load, contiguous"
@@ -239,9 +239,7 @@ class _AlongSets:
             pairs.first,
             pairs.offsets,
             pairs.outer,
-            self.sets.words,
-            *self.splits,
-            *self.nets,
+            SplitNets(self.sets.words, *self.splits, *self.nets),
             self.totals,
             self.model.memory,
             cost,

@@ -25,7 +25,7 @@ from stratagem.searcher.planners.inputs.down_sets import (
 )
 from stratagem.searcher.planners.inputs.pipedream import PipeDreamGraph, read_pipedream_graph
 from stratagem.searcher.planners.inputs.result import PlannedStage, PlannerResult
-from stratagem.searcher.planners.solvers._kernels import replica_seconds
+from stratagem.searcher.planners.solvers._kernels import MeasuredSets, replica_seconds
 from stratagem.simulator.base.arrays import Flags, Floats
 
 MAX_NESTED_SETS = 800
@@ -366,14 +366,12 @@ def _costs(
     """Seconds of each stage with 1, 2, … replicas, as the first stage or as a later one."""
     sharers = float(model.levels[level - 1].count if level else 1) if first else 0.0
     cost = np.empty((len(pairs.outer), model.levels[level].count))
+    work = np.empty((0, 0)) if inside is None else inside
     replica_seconds(
         pairs.first,
         pairs.offsets,
         pairs.outer,
-        model.seconds,
-        np.empty((0, 0)) if inside is None else inside,
-        model.parameters,
-        model.transfers,
+        MeasuredSets(model.seconds, work, model.parameters, model.transfers),
         model.levels[level].bandwidth,
         sharers,
         cost,
