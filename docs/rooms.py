@@ -45,8 +45,6 @@ LONGER = {
 """Kernels of more lines, and why."""
 WIDER = {
     "product_seconds": "numbers only, and the caller looks each of them up",
-    "pairs_above": "one caller, which has each array from another place",
-    "relax_stages": "one caller, which has each array from another place",
     "ascend": "the program, and the multipliers that are improved",
     "dual_bound": "the program, and its multipliers",
     "priced_costs": "the program, and its multipliers",

@@ -5,6 +5,8 @@ Sets are rows of 64-bit words. None of these kernels calls another one, so each 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Floats, Indices, Ints, Words
@@ -107,15 +109,29 @@ def enumerate_sets(
     return count, sets[:count], starts[: count + 1], targets[:links], nodes[:links]
 
 
+class SetOrder(NamedTuple):
+    """Down-sets, which hold which, and which are wanted.
+
+    Attributes:
+        starts: links upwards of each set, as of `enumerate_sets`.
+        targets: the sets that they lead to.
+        sources_alive: inner sets wanted.
+        targets_alive: outer sets wanted; others are passed through.
+        weight: weight of each set; grows from a set to one that holds it.
+    """
+
+    starts: Indices
+    targets: Indices
+    sources_alive: Flags
+    targets_alive: Flags
+    weight: Floats
+
+
 @kernel(cache=True)
 def pairs_above(
     first: int,
     last: int,
-    starts: Indices,
-    targets: Indices,
-    sources_alive: Flags,
-    targets_alive: Flags,
-    weight: Floats,
+    order: SetOrder,
     limit: float,
     stamp: Indices,
     outer: Indices,
@@ -125,11 +141,7 @@ def pairs_above(
     Args:
         first: the inner set to begin with.
         last: the inner set to stop before.
-        starts: links upwards of each set, as of `enumerate_sets`.
-        targets: the sets that they lead to.
-        sources_alive: inner sets wanted.
-        targets_alive: outer sets wanted; others are passed through.
-        weight: weight of each set; grows from a set to one that holds it.
+        order: the sets, and which of them are wanted.
         limit: greatest weight of a difference.
         stamp: as long as there are sets, zero before the first call and left alone between.
         outer: filled with the outer sets; must be longer than there are sets. The kernel stops
@@ -138,6 +150,7 @@ def pairs_above(
     Returns:
         The inner set to go on with, the offsets of each inner set since `first`, pairs found.
     """
+    starts, targets, sources_alive, targets_alive, weight = order
     num_sets = len(weight)
     offsets = np.zeros(last - first + 1, np.int32)
     queue = np.empty(num_sets, np.int32)
@@ -165,21 +178,46 @@ def pairs_above(
     return current, offsets[: current - first + 1], count
 
 
+class OptionDevices(NamedTuple):
+    """Devices that options of stages take, and all that there are.
+
+    Attributes:
+        needs: devices that an option takes, by option and kind of device.
+        counts: devices there are, by kind.
+    """
+
+    needs: Indices
+    counts: Indices
+
+
+class PartitionTable(NamedTuple):
+    """The cheapest partitions found, by set and state.
+
+    Attributes:
+        alive: by set and state, whether a partition that ends there can be of use.
+        best: cost by set and state; a state is the devices taken, kind 0 running fastest.
+        origin: by set and state, ``inner set × states + state before``; -1 for none.
+        choice: by set and state, the option of the last stage.
+        reached: by set, whether a partition of it was found.
+    """
+
+    alive: Flags
+    best: Floats
+    origin: Ints
+    choice: Indices
+    reached: Flags
+
+
 @kernel(cache=True)
 def relax_stages(
     first: int,
     offsets: Indices,
     outer: Indices,
     cost: Floats,
-    needs: Indices,
-    counts: Indices,
+    devices: OptionDevices,
     add: bool,
     bound: float,
-    alive: Flags,
-    best: Floats,
-    origin: Ints,
-    choice: Indices,
-    reached: Flags,
+    table: PartitionTable,
 ) -> None:
     """Extend every partition that ends at an inner set by one stage.
 
@@ -188,16 +226,13 @@ def relax_stages(
         offsets: pairs of each inner set, as of `pairs_above`.
         outer: the outer set of each pair.
         cost: by pair and option; infinite where the option is not allowed.
-        needs: devices that an option takes, by option and kind of device.
-        counts: devices there are, by kind.
+        devices: what options take, of what there is.
         add: the costs of stages are summed; otherwise the greatest counts.
         bound: partitions that cost as much are of no use.
-        alive: by set and state, whether a partition that ends there can be of use.
-        best: cost by set and state; a state is the devices taken, kind 0 running fastest.
-        origin: by set and state, ``inner set × states + state before``; -1 for none.
-        choice: by set and state, the option of the last stage.
-        reached: by set, whether a partition of it was found.
+        table: filled in.
     """
+    needs, counts = devices
+    alive, best, origin, choice, reached = table
     num_states = best.shape[1]
     num_options, num_kinds = needs.shape
     after = np.full((num_states, num_options), -1, np.int64)

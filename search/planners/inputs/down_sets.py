@@ -18,6 +18,9 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.searcher.planners.inputs._down_set_kernels import (
+    OptionDevices,
+    PartitionTable,
+    SetOrder,
     enumerate_sets,
     pairs_above,
     relax_stages,
@@ -121,6 +124,7 @@ class DownSets:
         everything = np.ones(len(self), dtype=np.bool_)
         sources = everything if sources is None else sources
         targets = everything if targets is None else targets
+        order = SetOrder(self.starts, self.targets, sources, targets, weight)
         stamp = np.zeros(len(self), dtype=np.int32)
         outer = np.empty(at_once + len(self), dtype=np.int32)
         first = 0
@@ -131,11 +135,7 @@ class DownSets:
                 after, offsets, count = pairs_above(
                     first,
                     last,
-                    self.starts,
-                    self.targets,
-                    sources,
-                    targets,
-                    weight,
+                    order,
                     limit,
                     stamp,
                     outer,
@@ -433,20 +433,16 @@ def _relax(
     reached: Flags,
 ) -> None:
     counts = np.asarray(problem.counts, dtype=np.int32)
+    needs = np.asarray(problem.needs, dtype=np.int32).reshape(-1, len(counts))
     relax_stages(
         pairs.first,
         pairs.offsets,
         pairs.outer,
         cost,
-        np.asarray(problem.needs, dtype=np.int32).reshape(-1, len(counts)),
-        counts,
+        OptionDevices(needs, counts),
         problem.add,
         bound,
-        alive,
-        table.best,
-        table.origin,
-        table.choice,
-        reached,
+        PartitionTable(alive, table.best, table.origin, table.choice, reached),
     )
 
 
