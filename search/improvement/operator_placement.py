@@ -26,7 +26,7 @@ from stratagem.searcher.space.choices import choices_of, with_choices
 from stratagem.searcher.space.situation import is_better, rank
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.parallel_branches import parallel_branches
-from stratagem.simulator.graph.placement import Pin, Shard
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation
@@ -89,6 +89,7 @@ class OperatorPlacement:
             for family in branches:
                 every = every.spread(family, axis)
             now = self._better(now, every)
+            now = self._better(now, replace(every, whole_axis=axis))
             now = self._better(now, placed.moved(whole, (axis, 0)) or placed)
         for family in branches:
             for axis in now[1].axes:
@@ -130,7 +131,7 @@ class OperatorPlacement:
     def _better(
         self, now: tuple[Simulation, _PartlyPlaced], placed: _PartlyPlaced
     ) -> tuple[Simulation, _PartlyPlaced]:
-        found = None if placed.where == now[1].where else self._simulated(placed.plan)
+        found = None if placed.is_like(now[1]) else self._simulated(placed.plan)
         if found is None or not is_better(self.trials.room(found), self.trials.room(now[0])):
             return now
         return found, placed
@@ -150,12 +151,19 @@ class _PartlyPlaced:
         base: the plan with all of them on their whole meshes.
         seconds: by operator, of both passes on all devices together, about.
         where: by operator that is on a part, which.
+        whole_axis: along which all others are whole, if any: what joins parts reads all of them,
+            and what suits a plan without parts may not suit them.
     """
 
     base: Plan
     graph: OperatorGraph
     seconds: Mapping[str, float]
     where: Mapping[int, Place] = field(default_factory=dict)
+    whole_axis: int | None = None
+
+    def is_like(self, other: _PartlyPlaced) -> bool:
+        """Whether all operators of the same plan are in the same places."""
+        return (self.where, self.whole_axis) == (other.where, other.whole_axis)
 
     @property
     def axes(self) -> range:
@@ -205,12 +213,15 @@ class _PartlyPlaced:
     def plan(self) -> Plan:
         """The plan with its operators where they are."""
         own = choices_of(self.base)
+        if self.whole_axis is not None:
+            working = (self.graph.names[i] for i in _working(self.graph))
+            own |= {name: whole_along(own[name], self.whole_axis) for name in working}
         placed = {
             name: pinned(own[name], *place)
             for name, place in ((self.graph.names[i], at) for i, at in self.where.items())
             if place is not None
         }
-        return replace(with_choices(self.base, placed), prediction=None, name="placed")
+        return replace(with_choices(self.base, own | placed), prediction=None, name="placed")
 
     def _stage(self, unit: Unit) -> int | None:
         stages = {self.base.stage_of[self.graph.names[i]] for i in unit}
@@ -224,13 +235,25 @@ def pinned(choice: Choice, axis: int, index: int) -> Choice:
     """A choice whose operator is on one part of its mesh along an axis, whole in its samples.
 
     Example:
-        >>> from stratagem.simulator.graph.placement import REPLICATE
         >>> str(pinned(Choice((Shard("sample"), REPLICATE), zero=1), 0, 1).config[0])
         'Pin(1)'
 
     States are whole there, and nothing runs in pieces.
     """
     config = tuple(Pin(index) if a == axis else p for a, p in enumerate(choice.config))
+    return Choice(config, recompute=choice.recompute)
+
+
+def whole_along(choice: Choice, axis: int) -> Choice:
+    """A choice whose operator is whole along an axis of its mesh; itself, if it is.
+
+    Example:
+        >>> str(whole_along(Choice((Shard("sample"), Shard("out")), zero=1), 0).config[0])
+        'R'
+    """
+    if axis >= len(choice.config) or choice.config[axis] == REPLICATE:
+        return choice
+    config = tuple(REPLICATE if a == axis else p for a, p in enumerate(choice.config))
     return Choice(config, recompute=choice.recompute)
 
 

@@ -248,10 +248,6 @@ def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int
     assert max(shares) <= 1 + 1e-9
 
 
-@pytest.mark.xfail(
-    reason="the plan of one stage that bounds meet (392 ms) is a worse start for placing than a "
-    "slower one was (362 ms with operators on parts)"
-)
 @pytest.mark.parametrize("inputs_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_bound_is_near_where_placing_is_all_there_is_to_gain(*, inputs_first: bool) -> None:
     """Towers of large products on two devices work all the time, and send next to nothing."""
