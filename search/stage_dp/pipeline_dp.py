@@ -27,7 +27,7 @@ class Objective(NamedTuple):
 class StageDraft:
     """A stage of a drafted plan: cuts, devices, what it does and what it costs.
 
-    `costs` are [NUM_COSTS], see `_dp_kernels.range_costs`.
+    `costs` are [NUM_COSTS], see `_range_kernels.range_costs`.
     """
 
     first: int

@@ -18,7 +18,7 @@ from stratagem.searcher.stage_dp.closed_form_times import (
     step_ns,
 )
 from stratagem.searcher.stage_dp.pipeline_dp import PipelineSolution, StageDraft
-from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
+from stratagem.searcher.stage_dp.tables import _range_kernels as kernels
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.operator_profiles import (
     BoundaryPricer,

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.searcher.space.situation import Situation
-from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
+from stratagem.searcher.stage_dp.tables import _range_kernels as kernels
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.tied_parameters import TiePricer
 from stratagem.searcher.stage_dp.tables.variants import Variant
@@ -56,7 +56,7 @@ class Profile:
     def range_costs(
         self, chain: OperatorChain, *, limit: float = np.inf, whole: bool = False
     ) -> Ints:
-        """[NUM_COSTS, cuts, cuts], see `_dp_kernels.range_costs`."""
+        """[NUM_COSTS, cuts, cuts], see `_range_kernels.range_costs`."""
         size = chain.cuts.size
         costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
         order, offsets, starts = chain.by_consumer

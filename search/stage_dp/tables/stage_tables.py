@@ -11,6 +11,7 @@ import numpy as np
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import MAX_IMBALANCE, distinct_stages
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
+from stratagem.searcher.stage_dp.tables._range_kernels import NUM_COSTS
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
@@ -178,7 +179,7 @@ class _Draft:
         shape = (self.size, self.size, ROOM)
         self._kept = kernels.KeptVariants(
             options=np.zeros((*shape, kernels.NUM_OPTION), dtype=np.int64),
-            costs=np.zeros((*shape, kernels.NUM_COSTS), dtype=np.int64),
+            costs=np.zeros((*shape, NUM_COSTS), dtype=np.int64),
             counts=np.zeros((self.size, self.size), dtype=np.int64),
             over=np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64),
         )

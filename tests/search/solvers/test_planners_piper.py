@@ -24,7 +24,7 @@ from stratagem.searcher.planners import (
 )
 from stratagem.searcher.planners.inputs.down_sets import down_sets
 from stratagem.searcher.planners.inputs.piper import PiperEdge, PiperNode, RunOption
-from stratagem.searcher.planners.solvers._piper_kernels import choose_ways
+from stratagem.searcher.planners.solvers._way_kernels import choose_ways
 from tests.support.examples import examples
 
 
