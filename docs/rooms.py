@@ -34,6 +34,8 @@ SOURCE, TESTS = ROOT / "src", ROOT / "tests"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 MOST, MOST_TESTS = 12, 14
 """Modules side by side in a room, and files in a room of tests."""
+LONGEST = 600
+"""Lines of a module."""
 MOST_LINES, MOST_ARGUMENTS = 60, 8
 """Lines of a kernel, without its docstring, and its positional arguments."""
 KERNEL = re.compile(r"(kernel|uncounted)\(")
@@ -209,6 +211,14 @@ def large_kernels(known: Mapping[str, Path]) -> Iterator[str]:
         yield f"kernel {name} is an exception of docs/rooms.py and need not be"
 
 
+def long_modules(known: Mapping[str, Path]) -> Iterator[str]:
+    """Modules of more lines than somebody reads at once."""
+    for name, path in sorted(known.items()):
+        lines = path.read_text("utf-8").count("\n")
+        if lines > LONGEST:
+            yield f"{name} has {lines} lines, and a module has at most {LONGEST}"
+
+
 def complaints() -> Iterator[str]:
     """What is wrong with the rooms, one sentence each."""
     known, graph = import_graph()
@@ -234,6 +244,7 @@ def complaints() -> Iterator[str]:
                 if "no torch" in stated(words) and (path := with_torch(name, known)):
                     yield f"{name} says {'no torch'!r}, and {path.relative_to(SOURCE)} imports it"
     yield from shared_names(known)
+    yield from long_modules(known)
     yield from large_kernels(known)
 
 

@@ -86,6 +86,14 @@ def test_classes_that_are_called_alike_are_found(rooms: ModuleType, tmp_path: Pa
     assert list(rooms.shared_names(known)) == said
 
 
+def test_a_module_too_long_is_told(rooms: ModuleType, tmp_path: Path) -> None:
+    short, long = tmp_path / "short.py", tmp_path / "long.py"
+    short.write_text("x = 1\n" * rooms.LONGEST)
+    long.write_text("x = 1\n" * (rooms.LONGEST + 1))
+    (told,) = rooms.long_modules({"a.short": short, "a.long": long})
+    assert told == "a.long has 601 lines, and a module has at most 600"
+
+
 def test_torch_is_found_wherever_it_is_imported(rooms: ModuleType, tmp_path: Path) -> None:
     file, room = tmp_path / "m.py", tmp_path / "__init__.py"
     room.write_text("")
