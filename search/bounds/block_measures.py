@@ -26,7 +26,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.searcher.problem.linear_measures import PLAIN, BlockLookups, LinearMeasure
+from stratagem.searcher.problem.linear_measures import (
+    PLAIN,
+    BlockLookups,
+    LinearMeasure,
+    topological_order,
+)
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.base.compiling import kernel
 from stratagem.simulator.hardware.resources import NUM_RESOURCES
@@ -99,15 +104,15 @@ class BlockMeasures:
     """
 
     def __init__(self, block: BlockLookups) -> None:
-        self._block = block
+        self.block = block
         self._used = [r for r in range(NUM_RESOURCES) if block.is_used(r)]
         self._paths: dict[bytes, _Passages] = {}
 
     def loads(self) -> list[BlockMeasure]:
         """What each resource that the block may occupy has to do in it, as far as that is sure."""
-        rows, share = np.arange(len(self._block.tasks)), self._block.share
+        rows, share = np.arange(len(self.block.tasks)), self.block.share
         parts = [MeasurePart(resource, rows, share) for resource in self._used]
-        return [_measure(MeasureForm.LOAD, self._block, [part]) for part in parts]
+        return [_measure(MeasureForm.LOAD, self.block, [part]) for part in parts]
 
     def path_and_passage(self, choice: Ints) -> list[BlockMeasure]:
         """The longest path under a choice, and the longest passage along it, if that is longer.
@@ -115,15 +120,15 @@ class BlockMeasures:
         Args:
             choice: [operators], the number of each one's choice.
         """
-        path = self._block.longest_path(choice)
+        path = self.block.longest_path(choice)
         key = path.tobytes()
         if key not in self._paths:
-            self._paths[key] = _Passages(self._block, path, self._used)
+            self._paths[key] = _Passages(self.block, path, self._used)
         along = self._paths[key]
-        found = [_measure(MeasureForm.PATH, self._block, [along.whole])]
+        found = [_measure(MeasureForm.PATH, self.block, [along.whole])]
         parts = along.longest(choice)
         if parts is not None:
-            found.append(_measure(MeasureForm.PASSAGE, self._block, parts))
+            found.append(_measure(MeasureForm.PASSAGE, self.block, parts))
         return found
 
 
@@ -306,35 +311,15 @@ def places(offsets: Ints, successors: Ints, path: Ints) -> tuple[Ints, Ints]:
     own = np.full(count, -1, dtype=np.int64)
     for place in range(path.size):
         own[path[place]] = place
-    waiting = np.zeros(count, dtype=np.int64)
-    for follower in successors:
-        waiting[follower] += 1
-    queue, known = np.empty(count, dtype=np.int64), 0
-    for task in range(count):
-        if waiting[task] == 0:
-            queue[known] = task
-            known += 1
-    taken = 0
-    while taken < known:
-        task = queue[taken]
-        taken += 1
-        passed = after[task]
-        if own[task] >= 0:
-            passed = own[task] + 1
+    order = topological_order(offsets, successors)
+    for task in order:
+        passed = own[task] + 1 if own[task] >= 0 else after[task]
+        for k in range(offsets[task], offsets[task + 1]):
+            after[successors[k]] = max(after[successors[k]], passed)
+    for task in order[::-1]:
         for k in range(offsets[task], offsets[task + 1]):
             follower = successors[k]
-            after[follower] = max(after[follower], passed)
-            waiting[follower] -= 1
-            if waiting[follower] == 0:
-                queue[known] = follower
-                known += 1
-    for position in range(known - 1, -1, -1):
-        task = queue[position]
-        for k in range(offsets[task], offsets[task + 1]):
-            follower = successors[k]
-            reached = before[follower]
-            if own[follower] >= 0:
-                reached = own[follower]
+            reached = own[follower] if own[follower] >= 0 else before[follower]
             before[task] = min(before[task], reached)
         if own[task] >= 0:
             before[task] = own[task] + 1

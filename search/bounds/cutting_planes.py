@@ -191,9 +191,8 @@ class _Relaxation:
         self.has_converged = False
         self.limit = np.inf
         played = {(int(s), int(k)) for s, k in problem.plays[:, :2]}
-        self._blocks = {key: BlockLookups(problem, *key) for key in sorted(played)}
-        self._measured = {key: BlockMeasures(block) for key, block in self._blocks.items()}
-        self._measures = {key: block.loads() for key, block in self._measured.items()}
+        self._blocks = {key: BlockMeasures(BlockLookups(problem, *key)) for key in sorted(played)}
+        self._measures = {key: block.loads() for key, block in self._blocks.items()}
         self._paths: list[_MacroPath] = []
         self._moments: list[_Moment] = []
         self._met: list[Ints] = []
@@ -265,7 +264,7 @@ class _Relaxation:
         }
         if max(left.values()) <= 0:
             return
-        for found in self._measured[key].path_and_passage(choice):
+        for found in self._blocks[key].path_and_passage(choice):
             if left[found.form] > 0 and not any(found.is_like(measure) for measure in known):
                 known.append(found)
 
@@ -455,8 +454,8 @@ class _Relaxation:
 
     def _parts(self) -> list[Lookups]:
         parts = [
-            block.lookups(resource)
-            for block in self._blocks.values()
+            each.block.lookups(resource)
+            for each in self._blocks.values()
             for resource in range(NUM_RESOURCES + 1)
         ]
         return [*parts, self._crossings[0], self._tensors]
@@ -464,8 +463,8 @@ class _Relaxation:
     def _weights(self, at: Multipliers) -> list[Floats]:
         """Weights of the rows of `_parts`."""
         weights: list[Floats] = []
-        for key, block in self._blocks.items():
-            mine = [np.zeros(len(block.tasks)) for _ in range(NUM_RESOURCES + 1)]
+        for key, each in self._blocks.items():
+            mine = [np.zeros(len(each.block.tasks)) for _ in range(NUM_RESOURCES + 1)]
             for q, measure in enumerate(self._measures[key]):
                 weight = at.block.get((*key, q), 0.0)
                 for part in measure.parts:

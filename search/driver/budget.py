@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import Space
@@ -129,15 +128,17 @@ class StopRules:
 
     def is_near(self) -> bool:
         """Whether the gap that the budget asks for is proved."""
-        best, asked = self._incumbent.time, self._budget.gap > 0
-        return bool(asked and np.isfinite(best) and self._space.known_bound(best) >= self.enough)
+        return self._asks and self._space.known_bound(self._incumbent.time) >= self.enough
 
     def is_near_listed(self) -> bool:
         """Whether it is proved of all listed skeletons, if that may end the search."""
-        best, may_end = self._incumbent.time, self._budget.is_of_listed and self._budget.gap > 0
-        return bool(
-            may_end and np.isfinite(best) and self._space.listed_bound(best) >= self.enough
-        )
+        may_end = self._asks and self._budget.is_of_listed
+        return may_end and self._space.listed_bound(self._incumbent.time) >= self.enough
+
+    @property
+    def _asks(self) -> bool:
+        """Whether a gap is asked for, and there is a plan of which it may be proved."""
+        return self._budget.gap > 0 and math.isfinite(self._incumbent.time)
 
     def reason(self, evaluations: int) -> StopReason:
         """Why a search ends that did all that it set out to do.
@@ -147,7 +148,7 @@ class StopRules:
         """
         best = self._incumbent.time
         listed = self._space.listed_bound(best)
-        if not np.isfinite(best):
+        if not math.isfinite(best):
             return StopReason.NOTHING_FITS
         if listed >= best * (1 - 1e-6):
             others = self._space.pipelines_bound or 0.0

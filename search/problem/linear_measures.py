@@ -209,6 +209,30 @@ def crossing_lookups(problem: Problem) -> Lookups:
     return Lookups(problem.blocks.pool_ns, rows[:, 5], rows[:, 2], rows[:, 3], rows[:, 4], ones)
 
 
+@kernel(inner=True)
+def topological_order(offsets: Ints, successors: Ints) -> Ints:
+    """Tasks of a graph without cycles, each behind all that it waits for (Kahn 1962)."""
+    count = offsets.size - 1
+    waiting = np.zeros(count, dtype=np.int64)
+    for follower in successors:
+        waiting[follower] += 1
+    order, taken, known = np.empty(count, dtype=np.int64), 0, 0
+    for task in range(count):
+        if waiting[task] == 0:
+            order[known] = task
+            known += 1
+    while taken < known:
+        task = order[taken]
+        taken += 1
+        for k in range(offsets[task], offsets[task + 1]):
+            follower = successors[k]
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                order[known] = follower
+                known += 1
+    return order[:known]
+
+
 @kernel(cache=True)
 def longest_path(offsets: Ints, successors: Ints, durations: Floats) -> Ints:
     """Tasks of a path of greatest length in a graph without cycles.
@@ -219,34 +243,21 @@ def longest_path(offsets: Ints, successors: Ints, durations: Floats) -> Ints:
         [0, 1, 3]
     """
     count = durations.size
-    waiting = np.zeros(count, dtype=np.int64)
-    for follower in successors:
-        waiting[follower] += 1
     start, came_from = np.zeros(count), np.full(count, -1, dtype=np.int64)
-    queue, taken, known = np.empty(count, dtype=np.int64), 0, 0
-    for task in range(count):
-        if waiting[task] == 0:
-            queue[known] = task
-            known += 1
-    while taken < known:
-        task = queue[taken]
-        taken += 1
+    for task in topological_order(offsets, successors):
         end = start[task] + durations[task]
         for k in range(offsets[task], offsets[task + 1]):
             follower = successors[k]
             if end > start[follower]:
                 start[follower] = end
                 came_from[follower] = task
-            waiting[follower] -= 1
-            if waiting[follower] == 0:
-                queue[known] = follower
-                known += 1
-    last, length = int(np.argmax(start + durations)), 0
+    path, length = np.empty(count, dtype=np.int64), 0
+    last = int(np.argmax(start + durations))
     while last >= 0:
-        queue[length] = last
+        path[length] = last
         length += 1
         last = came_from[last]
-    return queue[:length][::-1].copy()
+    return path[:length][::-1].copy()
 
 
 @dataclass(frozen=True, eq=False)
