@@ -6,6 +6,7 @@ Every rank runs it with the same options and the same batches.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import warnings
 from collections import deque
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stratagem.basics.progress import Show
+from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.executor.checkpoints.folder import (
     KEEP,
     find_checkpoint,
@@ -57,6 +59,8 @@ FIRST_TIMED, TIMED_EVERY = 10, 20
 MOST_AHEAD = 2
 """Steps that the host may have given a device before it waits for the first of them."""
 
+LOOK_SECONDS = 0.25
+"""The least time between two looks at the reference kernel."""
 SHOW_SECONDS = 0.25
 """The least time between two calls that show progress."""
 
@@ -231,6 +235,7 @@ def _train(
     durations: list[int] = []
     walls: list[int] = []
     flight = _Flight(comm.clock)
+    pace = _Pace(comm)
     timed: deque[tuple[int, StepRecord]] = deque(maxlen=TIMED_STEPS)
     training = interpreter.program.plan.training
     refused = None
@@ -243,6 +248,7 @@ def _train(
     speed = _Speed(interpreter.program, start, options.steps)
     settings = settings_by_step(options.rate, training)
     for step in range(start, options.steps):
+        pace.look()
         place.enter(step, "taking the batch", slow=True, idle=True)
         batch = batches.at(step)
         if batches.draws and (step == start or batches.position[1] == 1):
@@ -281,7 +287,13 @@ def _train(
     times, spent = _slowest(durations, comm), _slowest(walls, comm)
     result = _result(interpreter, losses, times, timed, start, gradients=options.gradients)
     peaks = _of_all(most_held, comm) if options.memory else ()
-    return replace(result, wall_times=spent, peak_bytes=peaks, no_graph=refused or "")
+    return replace(
+        result,
+        wall_times=spent,
+        peak_bytes=peaks,
+        no_graph=refused or "",
+        reference_s=pace.of_all(),
+    )
 
 
 def first_step(interpreter: Interpreter, batches: Batches, place: Place) -> ExecutionResult:
@@ -448,6 +460,28 @@ class _Flight:
         """Nanoseconds since this was last called, or since the first step."""
         before, self._last = self._last, time.perf_counter_ns()
         return self._last - before
+
+
+class _Pace:
+    """What the reference kernel takes between steps on the cores of processes, now and then."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self._last = comm, -math.inf
+        looks = comm.device.type == "cpu" and comm.backend != "local"
+        self._kernel = ReferenceKernel(comm.device) if looks else None
+        self._seen: list[float] = []
+
+    def look(self) -> None:
+        if self._kernel is not None and time.monotonic() - self._last >= LOOK_SECONDS:
+            self._seen.append(self._kernel.seconds())
+            self._last = time.monotonic()
+
+    def of_all(self) -> tuple[float, ...]:
+        """The means of all ranks in seconds, on rank 0."""
+        if not self._seen:
+            return ()
+        mean = round(1e9 * statistics.fmean(self._seen))
+        return tuple(1e-9 * each for each in _of_all(mean, self._comm))
 
 
 def _slowest(durations: Sequence[int], comm: Communicator) -> tuple[float, ...]:

@@ -233,6 +233,22 @@ def launched_key(environment: Environment, how: Launched) -> TimingKey:
     return TimingKey(environment, operator, "float32", Direction.FORWARD)
 
 
+PACE_KIND = "pace"
+
+
+class PaceOf(enum.Enum):
+    """Whose pace: that to which the times of an environment were brought, or the cores' own."""
+
+    TIMES = "times"
+    CORES = "cores"
+
+
+def pace_key(environment: Environment, whose: PaceOf) -> TimingKey:
+    """Where the cache keeps what the reference kernel takes, see `kernel_times.core_pace`."""
+    operator = Operator("pace", PACE_KIND, (), (), (), (), {"of": whose.value})
+    return TimingKey(environment, operator, "float32", Direction.FORWARD)
+
+
 UPDATE_KIND = "update"
 
 

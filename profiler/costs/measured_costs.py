@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +17,24 @@ from stratagem.profiler.cache.csv_and_json import from_json, to_json
 from stratagem.profiler.cache.timing_keys import (
     DISPATCH_KIND,
     LAUNCH_KIND,
+    PACE_KIND,
     UPDATE_KIND,
     Launched,
     Measurement,
+    PaceOf,
     TimingEntry,
     TimingKey,
     dispatch_key,
     launch_key,
     launched_key,
+    pace_key,
     update_key,
 )
 from stratagem.profiler.costs.correction import Correction, Sample, learn
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit, Value
+from stratagem.simulator.hardware.core_pace import OF_OTHERS, Pace, at_pace
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import (
     Cost,
@@ -37,6 +42,7 @@ from stratagem.simulator.kernel_times.cost_model import (
     CostSource,
     Direction,
     RooflineCosts,
+    elasticity,
     local_operator,
     tensor_bytes,
 )
@@ -114,6 +120,7 @@ class MeasuredCosts(SavedValue):
             for group in _groups_of(entry.key):
                 self._groups.setdefault(group, []).append(entry)
         self._corrections: dict[tuple[str, _Group], Correction] = {}
+        self._paces = {where: self._paces_in(where) for where in self._environments.values()}
 
     def __repr__(self) -> str:
         where = " and ".join(self._environments) or "no device"
@@ -182,7 +189,14 @@ class MeasuredCosts(SavedValue):
             correction = self._correction_of(key, training, device)
             if correction is not None:
                 cost = _corrected(correction, local, cost, training)
+        cost = self._at_pace(cost, environment, elasticity(operator))
         return self._dispatched(cost, environment, direction)
+
+    def pace(self, device: DeviceType) -> Pace | None:
+        """See `PacedCosts`: that of all profiles, to which costs are brought."""
+        environment = self._environments.get(device.name)
+        paces = None if environment is None else self._paces[environment]
+        return None if paces is None else paces[1]
 
     def launch_seconds(
         self,
@@ -212,15 +226,17 @@ class MeasuredCosts(SavedValue):
             return plain
         key = update_key(num_parameters, training, environment)
         measured = self._measured.get(key.digest)
-        if measured is not None:
-            return _measured_cost(measured)
         entries = self._groups.get(_groups_of(key)[0], [])
-        if len(entries) > 1:
-            return _fit_update(entries, num_parameters)
-        correction = self._correction_of(key, training, device)
-        if correction is None:
-            return plain
-        return _corrected(correction, key.operator, plain, training)
+        if measured is not None:
+            cost = _measured_cost(measured)
+        elif len(entries) > 1:
+            cost = _fit_update(entries, num_parameters)
+        else:
+            correction = self._correction_of(key, training, device)
+            if correction is None:
+                return plain
+            cost = _corrected(correction, key.operator, plain, training)
+        return self._at_pace(cost, environment, OF_OTHERS)
 
     def explain(self, device: DeviceType, training: Training) -> Table:
         """What was learned from the measured operators of a device, the worst-known group first.
@@ -286,6 +302,25 @@ class MeasuredCosts(SavedValue):
         if _is_update(operator):
             return self._fallback.update_cost(operator.dims[0].size, training, device)
         return self._fallback.operator_cost(operator, operator.sizes, direction, training, device)
+
+    def _paces_in(self, environment: Environment) -> tuple[float, Pace] | None:
+        """To which pace the times of an environment were brought, and what the cores took."""
+        times, cores = (self._measured.get(pace_key(environment, of).digest) for of in PaceOf)
+        if times is None or cores is None:
+            return None
+        return times.median_s, Pace(cores.median_s, cores.spread)
+
+    def _at_pace(self, cost: Cost, environment: Environment, share: float) -> Cost:
+        """A cost at the pace that the cores have on average, and off by how far they vary."""
+        paces = self._paces[environment]
+        if paces is None or not cost.source.is_timed:
+            return cost
+        before, pace = paces
+        return replace(
+            cost,
+            seconds=at_pace(cost.seconds, before, pace.reference_s, share),
+            relative_error=math.hypot(cost.relative_error, share * pace.spread),
+        )
 
     def _dispatched(self, cost: Cost, environment: Environment, direction: Direction) -> Cost:
         """A cost with what the executor spends around the operator, if that was measured."""
@@ -379,7 +414,7 @@ def _groups_of(key: TimingKey) -> list[_Group]:
 
 def _is_timed(kind: str) -> bool:
     """Whether a kind is one of operators, not of updates or of what is around them."""
-    return kind not in (UPDATE_KIND, DISPATCH_KIND, LAUNCH_KIND)
+    return kind not in (UPDATE_KIND, DISPATCH_KIND, LAUNCH_KIND, PACE_KIND)
 
 
 def _is_update(operator: Operator) -> bool:

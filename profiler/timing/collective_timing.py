@@ -39,12 +39,16 @@ BETWEEN_SECONDS = 0.005
 """What a core computes on average between two collectives, and on either side of a message."""
 MESSAGE_ROUNDS = 11
 """Of messages amid computing, whose times are differences."""
-WORK_SECONDS, WORK_REPEATS = 0.02, 25
-"""Computing between two meetings of ranks, and how often their waits are seen."""
+WORK_SECONDS, WORK_REPEATS = 0.02, 10
+"""Computing between two meetings of ranks, and how often their waits are seen beside each case."""
+WORK_BYTES = 4 * 2**20
+"""That pass through a core beside each product of such work, as about as many do in a step."""
 LEAST_SECONDS = 1e-7
 """Of a collective that noise makes faster than nothing."""
 LEAST_LATENCY, LEAST_SECONDS_PER_BYTE = 1e-12, 1e-16
 """Of a fit: far below what any link shows."""
+ERROR_DIGITS = 4
+"""Of the error of a fit: what is behind is rounding."""
 KINDS = (
     Collective.ALL_REDUCE,
     Collective.ALL_GATHER,
@@ -172,7 +176,7 @@ def time_collectives(
                 f"{peers.world_size}"
             )
     peers.prepare([tuple(range(size)) for size in groups])
-    waits = {size: _wait(peers, size, _product(peers)) for size in groups}
+    works = {size: _MeetingWork(peers, size, _product(peers)) for size in groups}
     cases = [
         (kind, -(-nbytes // (4 * size)) * 4 * size, size)
         for number, size in enumerate(groups)
@@ -181,9 +185,17 @@ def time_collectives(
         if number == 0 or kind is not Collective.SEND
     ]
     work = _between(peers)
-    found = [_timing(peers, *case, repeats, work) for case in cases]
+    found: list[CollectiveTiming] = []
+    waits: dict[int, list[float]] = {size: [] for size in groups}
+    for case in cases:
+        found.append(_timing(peers, *case, repeats, work))
+        # Each core keeps a pace of its own for seconds, so a wait shows now and then, not at once.
+        for size, each in works.items():
+            waits[size] += each.waits()
     return [
-        each if each.kind is Collective.SEND else replace(each, wait=waits[each.size])
+        each
+        if each.kind is Collective.SEND
+        else replace(each, wait=statistics.fmean(waits[each.size]))
         for each in found
     ]
 
@@ -248,6 +260,7 @@ def fit_link(
 
     Messages between two ranks give its latency and bandwidth, collectives those of groups of their
     size (`Link.by_group_size`); where there are only messages or only collectives, they give both.
+    Its error is that of whichever fits worse, as a root mean square of logarithms.
 
     Example:
         >>> small = CollectiveTiming(Collective.SEND, 10**4, 2, 2e-5)
@@ -266,13 +279,22 @@ def fit_link(
     """
     messages = [timing for timing in timings if timing.kind is Collective.SEND]
     groups: list[GroupFigures] = []
+    errors: list[float] = []
     for size in sorted({timing.size for timing in timings if timing.kind is not Collective.SEND}):
         found = [t for t in timings if t.size == size and t.kind is not Collective.SEND]
-        latency, per_byte, _ = _alpha_beta(found, f"link {name!r}, groups of {size}")
+        latency, per_byte, error = _alpha_beta(found, f"link {name!r}, groups of {size}")
+        errors.append(error)
         wait = statistics.fmean(timing.wait for timing in found)
         groups.append(GroupFigures(size, 1e-9 / per_byte, latency * 1e6, wait=wait))
-    latency, per_byte, _ = _alpha_beta(messages or timings, f"link {name!r}")
-    return Link(name, 1e-9 / per_byte, latency * 1e6, shares_compute, by_group_size=tuple(groups))
+    latency, per_byte, error = _alpha_beta(messages or timings, f"link {name!r}")
+    return Link(
+        name,
+        1e-9 / per_byte,
+        latency * 1e6,
+        shares_compute,
+        by_group_size=tuple(groups),
+        relative_error=round(max([error, *errors]), ERROR_DIGITS),
+    )
 
 
 def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, float, float]:
@@ -495,25 +517,42 @@ def _product(peers: Peers) -> Callable[[], object]:
     return lambda: factor @ factor
 
 
-def _wait(peers: Peers, size: int, work: Callable[[], object]) -> float:
-    """What the first `size` ranks wait for the last of them, as a share of their mean computing.
+class _MeetingWork:
+    """What the first `size` ranks compute between two meetings, all of them the same.
 
-    All begin at once and have the same to do; who is last is another one each time.
+    As in a step, part of it waits for its core and part for memory.
     """
-    works = peers.rank < size
 
-    def seconds(count: int) -> float:
+    def __init__(self, peers: Peers, size: int, work: Callable[[], object]) -> None:
+        self._peers, self._size = peers, size
+        moved = torch.zeros(WORK_BYTES // 4, device=peers.device)
+
+        def both() -> None:
+            work()
+            moved.add_(1.0)
+
+        self._work = both
+        self._count = _repeats(peers, both, WORK_SECONDS)
+
+    def waits(self) -> list[float]:
+        """What they wait for the last of them, as shares of their mean computing.
+
+        All begin at once; who is last is another one each time.
+        """
+        peers = self._peers
+        mine = np.array([self._seconds() for _ in range(WORK_REPEATS)])
+        mean = _over_ranks(peers, mine, "sum") / self._size
+        waited: list[float] = (_over_ranks(peers, mine, "max") / mean - 1).tolist()
+        return waited
+
+    def _seconds(self) -> float:
+        peers, works = self._peers, self._peers.rank < self._size
         peers.barrier()
         start = time.perf_counter_ns()
-        for _ in range(count if works else 0):
-            work()
+        for _ in range(self._count if works else 0):
+            self._work()
         _finish(peers.device)
         return (time.perf_counter_ns() - start) * 1e-9 if works else 0.0
-
-    count = _repeats(peers, work, WORK_SECONDS)
-    mine = np.array([seconds(count) for _ in range(WORK_REPEATS)])
-    mean = _over_ranks(peers, mine, "sum") / size
-    return float(np.mean(_over_ranks(peers, mine, "max") / mean - 1))
 
 
 def _repeats(peers: Peers, work: Callable[[], object], seconds: float) -> int:

@@ -29,6 +29,8 @@ from stratagem.simulator.torch_ops.kernels.shards import FasterKernels, whole
 
 T = TypeVar("T")
 
+CPU_DRIFT, GPU_DRIFT = 1.0, 0.1
+"""How much slower than at its best a device may be, unless an effort says otherwise."""
 CPU_EVICT_BYTES = 8 * 2**20
 """What a step of a small model touches between two uses of a weight, where nobody says more."""
 CUDA_EVICT_BYTES = 256 * 2**20
@@ -67,19 +69,31 @@ class Effort:
     many other operators run between two uses of a weight; None takes what suits the device. On a
     CPU that pushes the interpreter out of the caches too, which a step does not; so where code is
     to be `warm_code`, the same operator runs on other tensors in between. What was timed while the
-    device was more than `max_drift` slower than at its best is timed again.
+    device was more than `max_drift` slower than at its best is timed again; None allows
+    `GPU_DRIFT` or `CPU_DRIFT`: times of CPUs are brought to one pace (see `core_paces`).
     """
 
     seconds: float = 0.3
     relative_error: float = 0.02
     min_repeats: int = 5
     evict_bytes: int | None = None
-    max_drift: float = 0.1
+    max_drift: float | None = None
     warm_code: bool = True
 
     def __post_init__(self) -> None:
         if self.min_repeats < 2:
             raise ValueError(f"min_repeats is {self.min_repeats}; a spread needs at least 2")
+
+    def drift_on(self, device: torch.device) -> float:
+        """How much slower than at its best a device may be while something is timed.
+
+        Example:
+            >>> Effort().drift_on(torch.device("cpu"))
+            1.0
+        """
+        if self.max_drift is not None:
+            return self.max_drift
+        return CPU_DRIFT if device.type == "cpu" else GPU_DRIFT
 
 
 def time_operator(

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import (
     Measurement,
@@ -19,12 +20,13 @@ from stratagem.profiler.cache.timing_keys import (
     passes_of,
 )
 from stratagem.profiler.machine.background_load import BackgroundLoad
-from stratagem.profiler.machine.device_clocks import num_threads
-from stratagem.profiler.machine.reference_kernel import (
+from stratagem.profiler.machine.device_clocks import clock_of, num_threads
+from stratagem.profiler.machine.drift_watch import (
+    CHECK_SECONDS,
     DriftWatch,
-    ReferenceKernel,
     throttle_reasons,
 )
+from stratagem.profiler.timing.core_paces import brought, keep_pace
 from stratagem.profiler.timing.operator_timing import (
     Effort,
     Timing,
@@ -33,7 +35,7 @@ from stratagem.profiler.timing.operator_timing import (
     operator_work,
     time_operator,
 )
-from stratagem.simulator.kernel_times.cost_model import Direction
+from stratagem.simulator.kernel_times.cost_model import Direction, elasticity
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.provenance import Environment
@@ -121,6 +123,15 @@ class Estimate:
         return self.spent / self.weight_done * sum(self.weights[digest] for digest in rest)
 
 
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A time, where it is kept, and what the reference kernel took around it."""
+
+    key: TimingKey
+    measured: Measurement
+    reference_s: float
+
+
 @dataclass
 class Session:
     """Times operators, watched for disturbances, and keeps what it finds.
@@ -141,12 +152,20 @@ class Session:
     num_outliers: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     timed: set[str] = field(default_factory=set)
+    found: dict[str, _Found] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Time all that is to do, then what was disturbed again."""
+        """Time all that is to do, then what was disturbed again; bring CPU times to one pace."""
+        try:
+            self._rounds()
+        finally:
+            if self.setting.device.type == "cpu" and self.found:
+                self._bring_to_one_pace()
+
+    def _rounds(self) -> None:
         self._round(list(self.operators))
         for _ in range(MAX_ROUNDS - 1):
-            slow = self.watch.disturbed(self.setting.effort.max_drift)
+            slow = self.watch.disturbed(self._most_drift)
             if not slow or self._is_late:
                 return
             self.total += len(slow)
@@ -160,7 +179,7 @@ class Session:
     @property
     def disturbed(self) -> tuple[str, ...]:
         """Operators that were slow in every round, by how much, perhaps why; the worst first."""
-        slow = self.watch.disturbed(self.setting.effort.max_drift)
+        slow = self.watch.disturbed(self._most_drift)
         slow.sort(key=self.watch.slowness, reverse=True)
         why = ", ".join(throttle_reasons(self.setting.device)) if slow else ""
         return tuple(
@@ -169,6 +188,10 @@ class Session:
             + (f" ({why})" if why else "")
             for digest in slow
         )
+
+    @property
+    def _most_drift(self) -> float:
+        return self.setting.effort.drift_on(self.setting.device)
 
     @property
     def _untimed(self) -> Set[str]:
@@ -202,22 +225,36 @@ class Session:
         if timing.backward is not None:
             passes.insert(0, (Direction.BACKWARD, timing.backward))
         launches = dict(zip(Direction, timing.launches, strict=False))
+        kept: list[tuple[TimingKey, Measurement]] = []
         for direction, measured in passes:
             key = TimingKey(
                 setting.environment, operator, setting.training.formats.kernels, direction
             )
             if direction in launches:
                 self._keep(launch_key(key), launches[direction])
-            self._keep(key, measured)
+            if self._keep(key, measured):
+                kept.append((key, measured))
         if timing.forward.error:
             self.failures[digest] = f"{describe(operator)}: {timing.forward.error}"
         else:
             self.watch.timed(digest)
+            if self.setting.device.type == "cpu":
+                around = self.watch.around(digest)
+                self.found |= {key.digest: _Found(key, each, around) for key, each in kept}
 
-    def _keep(self, key: TimingKey, measured: Measurement) -> None:
+    def _keep(self, key: TimingKey, measured: Measurement) -> bool:
         before = self.setting.cache.own(key)
         if before is None or (not measured.error and measured.median_s < before.median_s):
-            self.setting.cache.offer(key, measured)
+            return self.setting.cache.offer(key, measured)
+        return False
+
+    def _bring_to_one_pace(self) -> None:
+        """Put times in place of those taken at whatever pace the cores had (`core_paces`)."""
+        cache = self.setting.cache
+        pace = keep_pace(cache, self.setting.environment, self.watch.looks)
+        for each in self.found.values():
+            share = elasticity(each.key.operator)
+            cache.put(each.key, brought(each.measured, each.reference_s, pace, share))
 
     def _timing(self, operator: Operator) -> Timing:
         setting = self.setting
@@ -259,7 +296,7 @@ def run_session(
             todo=todo,
             setting=setting,
             others=others,
-            watch=DriftWatch(ReferenceKernel(setting.device).seconds),
+            watch=_watch(setting.device),
             estimate=Estimate({d: _weight(predict(operators[d]), setting.effort) for d in todo}),
             deadline=math.inf if seconds is None else began + seconds,
             progress=progress,
@@ -282,6 +319,12 @@ def run_session(
         disturbed=session.disturbed,
         left_out=session.left_out,
     )
+
+
+def _watch(device: torch.device) -> DriftWatch:
+    """Looks at a CPU after each operator, whose times are brought to one pace; at a GPU rarely."""
+    reference = ReferenceKernel(device, clock_of(device))
+    return DriftWatch(reference.seconds, interval=0.0 if device.type == "cpu" else CHECK_SECONDS)
 
 
 def _is_cached(operator: Operator, setting: Setting) -> bool:

@@ -58,7 +58,8 @@ class Link:
     one card. `by_group_size` are the figures of collectives by the number of members (between
     nodes: of nodes) where they depend on it; messages between two devices keep the others.
     `shares_compute` says that a transfer keeps the device's cores busy (true of CPU processes), so
-    that it cannot overlap with computing.
+    that it cannot overlap with computing. `relative_error` is how far times of transfers may be
+    off (one standard deviation); 0 where the figures say nothing of it.
 
     Example:
         >>> pairs, eights = GroupFigures(2, 40.0, 10.0), GroupFigures(8, 120.0, 4.0)
@@ -67,8 +68,8 @@ class Link:
         (7e-06, 80000000000.0, 0.0)
 
     Raises:
-        ValueError: on a bandwidth or a number of cards that is not above 0, a latency below 0, or
-            group sizes that do not ascend.
+        ValueError: on a bandwidth or a number of cards that is not above 0, a latency or an error
+            below 0, or group sizes that do not ascend.
     """
 
     name: str
@@ -77,10 +78,15 @@ class Link:
     shares_compute: bool = False
     num_cards: int = 1
     by_group_size: tuple[GroupFigures, ...] = ()
+    relative_error: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"link {self.name!r}"
         _positive(where, num_cards=self.num_cards)
+        if not self.relative_error >= 0:
+            raise ValueError(
+                f"{where}: relative_error is {self.relative_error}; it must be 0 or more"
+            )
         _link_figures(where, self.bandwidth_gb_s, self.latency_us)
         for smaller, larger in pairwise(self.by_group_size):
             if larger.size <= smaller.size:

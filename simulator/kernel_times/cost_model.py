@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from stratagem.simulator.graph.image_splits import with_halos
+from stratagem.simulator.hardware.core_pace import OF_OTHERS, OF_PRODUCTS, Pace
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.memory_traffic import rounding_moved
 from stratagem.simulator.kernel_times.training import Training
@@ -86,6 +87,27 @@ class LaunchTimes(Protocol):
     ) -> float | None:
         """Seconds of the host for one pass over an operator of local `sizes`; None if unknown."""
         ...
+
+
+@runtime_checkable
+class PacedCosts(Protocol):
+    """A cost model that knows at which pace of the cores its times hold."""
+
+    def pace(self, device: DeviceType) -> Pace | None:
+        """That of a device type; None where nobody looked."""
+        ...
+
+
+def elasticity(operator: Operator) -> float:
+    """How the time of an operator goes with the pace of the cores that run it.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([8, 8], batch=4)
+        >>> [elasticity(each) for each in graph.operators if each.kind == "linear"]
+        [0.7]
+    """
+    return OF_OTHERS if kind_of(operator).product is None else OF_PRODUCTS
 
 
 def local_operator(operator: Operator, sizes: Mapping[str, int]) -> Operator:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,8 +20,10 @@ from stratagem.simulator.base.tables import Table
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
-from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.hardware.core_pace import STEP_ERROR, StepPace
+from stratagem.simulator.kernel_times.cost_model import CostModel, PacedCosts, elasticity
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_rows import OperatorRow
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
 from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_times
@@ -27,7 +31,7 @@ from stratagem.simulator.simulation.rank_memory import rank_memory
 from stratagem.simulator.simulation.saved_step import KeptMemory, KeptStep, StepLeftOut
 from stratagem.simulator.simulation.simulated_step import PlayedStep, SimulatedStep
 from stratagem.simulator.timeline.step_critical_path import StepPath
-from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.timeline.timeline import Timeline, statistics
 from stratagem.simulator.timeline.timeline_tables import (
     collective_table,
     group_table,
@@ -69,6 +73,7 @@ class Simulation(SavedValue):
             clusters like this one are apart where nobody has measured it.
         is_calibrated: whether the cluster's constants, or costs of the model's operators, were
             measured. If not, `in_words`, reports and tables say so.
+        pace: that of the cores at which the step is predicted; None where nobody looked.
     """
 
     FILE: ClassVar[str] = "simulation file"
@@ -79,6 +84,7 @@ class Simulation(SavedValue):
     relative_error: float
     is_calibrated: bool
     _step: SimulatedStep
+    pace: StepPace | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -90,6 +96,21 @@ class Simulation(SavedValue):
         return (
             self.step_time * (1.0 - self.relative_error),
             self.step_time * (1.0 + self.relative_error),
+        )
+
+    def at_pace(self, reference_s: float) -> float:
+        """Seconds of the step while the reference kernel takes so many.
+
+        Raises:
+            ValueError: when it is not known at which pace the step was predicted.
+        """
+        if self.pace is None:
+            raise ValueError(
+                f"plan {self.plan.name!r} was not simulated with times that were brought to one "
+                "pace of the cores; profile it on CPUs, and simulate it again"
+            )
+        return self.step_time * self.pace.slower(
+            reference_s, communicating=_communicating(self.timeline)
         )
 
     @property
@@ -175,6 +196,7 @@ class Simulation(SavedValue):
             self.is_calibrated,
             tuple(KeptMemory.of(rank) for rank in self.memory),
             None if brief else KeptStep.of(self._step, len(self.memory)),
+            self.pace,
         )
 
     @classmethod
@@ -196,6 +218,7 @@ class Simulation(SavedValue):
             kept.relative_error,
             kept.is_calibrated,
             kept.step.step() if kept.step else StepLeftOut(plan.name),
+            kept.pace,
         )
 
     def memory_timeline(self, rank: int) -> MemoryTimeline:
@@ -251,6 +274,7 @@ class KeptSimulation:
     is_calibrated: bool
     memory: tuple[KeptMemory, ...]
     step: KeptStep | None = None
+    pace: StepPace | None = None
 
 
 @dataclass(frozen=True)
@@ -284,26 +308,58 @@ def simulate_plan(
 def simulate_model(model: PlanModel) -> Simulation:
     """Play a plan whose prices are known."""
     times = step_times(model)
+    step = PlayedStep(model, times)
     return Simulation(
         plan=model.plan,
         step_time=times.makespan * 1e-9,
         memory=rank_memory(model, times),
-        relative_error=_relative_error(model),
+        relative_error=_relative_error(model, step),
         is_calibrated=model.spread == 0.0,
-        _step=PlayedStep(model, times),
+        _step=step,
+        pace=_pace(model),
     )
 
 
-def _relative_error(model: PlanModel) -> float:
-    """The errors of the operators' costs weighted by their times (as if all erred together).
+def _relative_error(model: PlanModel, step: SimulatedStep) -> float:
+    """The errors of all prices of a step, those of unlike ones as independent.
 
-    How a cluster that nobody has measured differs from others errs independently.
+    Operators weigh by their times, as if all erred together; links, where they say how far they
+    are off, by their share of the step. How a cluster that nobody has measured differs from others
+    adds to that, and so does what steps of processes on shared cores are off for other reasons.
     """
+    kernels = _of_operators(model, lambda row, _: float(row.relative_error[0]))
+    cluster = model.plan.cluster
+    links = max(cluster.intra_node.relative_error, cluster.inter_node.relative_error)
+    share = _communicating(step.timeline()) if links else 0.0
+    rest = STEP_ERROR if _pace(model) is not None else 0.0
+    return math.hypot((1 - share) * kernels, share * links, rest, model.spread)
+
+
+def _pace(model: PlanModel) -> StepPace | None:
+    """That of the cores at which a step is predicted; None on devices of several types."""
+    costs, types = model.stages[0].builder.costs, model.plan.device_types
+    if len(types) != 1 or not isinstance(costs, PacedCosts):
+        return None
+    pace = costs.pace(types[0])
+    if pace is None:
+        return None
+    operators = model.graph.operators
+    return StepPace(pace.reference_s, _of_operators(model, lambda _, i: elasticity(operators[i])))
+
+
+def _of_operators(model: PlanModel, value: Callable[[OperatorRow, int], float]) -> float:
+    """The mean of a value over the operators of a step, by their times."""
     weighted = total = 0.0
     for stage in model.stages:
         for i in stage.table.operators:
             row = stage.table.row(i)
             ns = float(row.passes_ns[0])
-            weighted += ns * float(row.relative_error[0])
+            weighted += ns * value(row, i)
             total += ns
-    return math.hypot(weighted / total, model.spread) if total else 0.0
+    return weighted / total if total else 0.0
+
+
+def _communicating(timeline: Timeline) -> float:
+    """The share of a step in which devices communicate and do not compute, on average."""
+    exposed = statistics(timeline).exposed_communication.values()
+    return fmean(exposed) / timeline.duration if exposed and timeline.duration else 0.0

@@ -156,6 +156,8 @@ def compare(
     say.print(comparison_table(comparison))
     if comparison.peaks:
         print_tables(say, comparison.memory_table)
+    for number, reason in enumerate(comparison.most_off):
+        say.print(f"{'most off: ' if not number else '          '}{reason}", soft_wrap=True)
     say_written(say, plot, trace)
     if diff:
         _print_diff(say, comparison.diff)
@@ -174,7 +176,13 @@ def compare(
             {"what": row.what, "predicted": row.predicted, "measured": row.measured}
             for row in comparison.rows
         ]
-        answer: dict[str, Any] = {"relative_error": comparison.relative_error, "rows": rows}
+        answer: dict[str, Any] = {
+            "relative_error": comparison.relative_error,
+            "rows": rows,
+            "most_off": [str(reason) for reason in comparison.most_off],
+        }
+        if comparison.at_pace is not None:
+            answer["at_pace"] = comparison.at_pace
         if comparison.peaks:
             answer["memory"] = comparison.memory_table.to_dict()
         if comparison.notes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
+from stratagem.runs.shared_cores import Sharing, shared_time, sharing_of_tasks
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 WHOLE = "whole step"
 WAITING = "waiting"
+NUM_REASONS = 3
+"""Tasks whose errors are told with what is seen of why."""
+NOTED = 0.1
+"""The least share of a task's time beside others, or waiting, that is told."""
 MOST_NAMED = 4
 """Stages whose memory the figure tells, the fullest ones."""
 
@@ -42,6 +47,15 @@ class Timed(Protocol):
     @property
     def timeline(self) -> Timeline:
         """Of one step."""
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """What knows how fast the cores of every rank were: an execution or the report of one."""
+
+    @property
+    def reference_s(self) -> tuple[float, ...]:
+        """Per rank the seconds of the reference kernel; empty if nobody looked."""
 
 
 @runtime_checkable
@@ -81,6 +95,22 @@ class TaskRow(ComparisonRow):
 
 
 @dataclass(frozen=True)
+class Reason:
+    """One of the tasks that are most off, and what is seen of why."""
+
+    row: TaskRow
+    why: str
+
+    def __str__(self) -> str:
+        row = self.row
+        return (
+            f"{row.what} ({row.kind.value}, {row.times}×): predicted "
+            f"{format_duration(row.predicted)}, measured {format_duration(row.measured)}; "
+            f"{self.why}"
+        )
+
+
+@dataclass(frozen=True)
 class StageRow(ComparisonRow):
     """Seconds that a device of a stage spends on something, or waits, on average over them."""
 
@@ -113,6 +143,8 @@ class Comparison:
             same devices; `WAITING` is the time without computing or communicating.
         peaks: memory likewise; empty where the run did not look (`memory` of `execute`).
         notes: what is not alike in both, a sentence each.
+        at_pace: seconds that are predicted of a step at the pace that the cores had in the run;
+            None where the prediction or the run does not say at which pace it was made.
     """
 
     predicted: Timeline
@@ -121,11 +153,22 @@ class Comparison:
     stages: tuple[StageRow, ...]
     peaks: tuple[PeakRow, ...] = ()
     notes: tuple[str, ...] = ()
+    at_pace: float | None = None
 
     @property
     def relative_error(self) -> float:
         """Predicted over measured step time, less one."""
         return self.rows[0].predicted / self.rows[0].measured - 1
+
+    @cached_property
+    def most_off(self) -> tuple[Reason, ...]:
+        """The three tasks whose errors weigh most, and what the measured step shows of why."""
+        shares = sharing_of_tasks(self.measured)
+        return tuple(
+            Reason(row, _why(row, shares[row.what, row.kind]))
+            for row in self.tasks[:NUM_REASONS]
+            if (row.what, row.kind) in shares
+        )
 
     @cached_property
     def tasks(self) -> tuple[TaskRow, ...]:
@@ -284,7 +327,8 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
         _rows(predicted, measured),
         _stage_rows(predicted, measured),
         _peaks(predicted, measured),
-        _notes(predicted),
+        (*_notes(predicted), *_note_on_pace(predicted, measured)),
+        _at_pace(predicted, measured),
     )
     if path is not None:
         comparison.save_plot(path)
@@ -301,6 +345,41 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
         *_note_on_the_loss(plan.training),
         *_note_on_streamed_pieces(plan),
     )
+
+
+def _at_pace(predicted: Timed, measured: Timed) -> float | None:
+    """Seconds of a predicted step while cores are as fast as they were in the run."""
+    if not isinstance(predicted, Simulation) or predicted.pace is None:
+        return None
+    looks = measured.reference_s if isinstance(measured, Paced) else ()
+    return predicted.at_pace(fmean(looks)) if looks else None
+
+
+def _note_on_pace(predicted: Timed, measured: Timed) -> Iterator[str]:
+    then = _at_pace(predicted, measured)
+    if then is None:
+        return
+    assert isinstance(predicted, Simulation)
+    assert isinstance(measured, Paced)
+    assert predicted.pace is not None
+    slower = fmean(measured.reference_s) / predicted.pace.reference_s - 1
+    which = "slower" if slower >= 0 else "faster"
+    yield (
+        f"The cores were {abs(slower):.0%} {which} in the run than while operators were timed, "
+        f"by a reference kernel; at that pace a step is predicted at "
+        f"{format_duration(then)} ({then / measured.step_time - 1:+.0%})."
+    )
+
+
+def _why(row: TaskRow, sharing: Sharing) -> str:
+    """What the measured step shows of a task that takes another time than predicted."""
+    found = []
+    if sharing.waiting >= NOTED:
+        found.append(f"{sharing.waiting:.0%} of it waited for a later rank")
+    if sharing.beside >= NOTED:
+        others = "operators" if row.kind.is_communication else "communication"
+        found.append(f"{sharing.beside:.0%} of it passed beside {others} of its device")
+    return " and ".join(found) or "it ran alone on its device, so its price is off"
 
 
 def _note_on_gradients(plan: Plan) -> Iterator[str]:
@@ -345,7 +424,8 @@ def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:
 
 
 def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
-    ours, theirs = (_time_by_kind(timed.timeline) for timed in (predicted, measured))
+    by_group = _way_to_count(predicted)
+    ours, theirs = (_time_by_kind(by_group(each.timeline)) for each in (predicted, measured))
     whole = ComparisonRow(WHOLE, predicted.step_time, measured.step_time)
     parts = [
         ComparisonRow(kind.value, ours[kind], theirs[kind])
@@ -357,8 +437,9 @@ def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
 
 def _stage_rows(predicted: Timed, measured: Timed) -> tuple[StageRow, ...]:
     stage_of = _stages_of_ranks(predicted.plan) if isinstance(predicted, Simulation) else {}
-    ours = _time_by_stage(predicted.timeline, {})
-    theirs = _time_by_stage(measured.timeline, stage_of)
+    by_group = _way_to_count(predicted)
+    ours = _time_by_stage(predicted.timeline, {}, by_group)
+    theirs = _time_by_stage(measured.timeline, stage_of, by_group)
     return tuple(
         StageRow(what, ours[stage][what], theirs[stage][what], stage)
         for stage in ours
@@ -395,9 +476,24 @@ def _stages_of_ranks(plan: Plan) -> dict[str, str]:
     }
 
 
-def _time_by_stage(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[str, dict[str, float]]:
+TimeByGroup = Mapping[TaskKind, Mapping[str, float]]
+"""Seconds of each kind of task on each group of lanes."""
+
+
+def _way_to_count(predicted: Timed) -> Callable[[Timeline], TimeByGroup]:
+    """How to count what is at once: in equal parts where communication wants the same cores."""
+    if isinstance(predicted, Simulation) and predicted.plan.cluster.intra_node.shares_compute:
+        return shared_time
+    return _time_by_group
+
+
+def _time_by_stage(
+    timeline: Timeline,
+    stage_of: Mapping[str, str],
+    by_group: Callable[[Timeline], TimeByGroup],
+) -> dict[str, dict[str, float]]:
     """Per stage the mean seconds of its devices on every kind of task, and waiting."""
-    by_kind, idle = _time_by_group(timeline), statistics(timeline).idle
+    by_kind, idle = by_group(timeline), statistics(timeline).idle
     groups: dict[str, list[str]] = {}
     for group in idle:
         groups.setdefault(stage_of.get(group, group), []).append(group)
@@ -410,12 +506,9 @@ def _time_by_stage(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[str,
     }
 
 
-def _time_by_kind(timeline: Timeline) -> dict[TaskKind, float]:
+def _time_by_kind(by_group: TimeByGroup) -> dict[TaskKind, float]:
     """Per kind the seconds in which a group of lanes is at it, averaged over the groups."""
-    return {
-        kind: fmean(times.values()) if times else 0.0
-        for kind, times in _time_by_group(timeline).items()
-    }
+    return {kind: fmean(times.values()) if times else 0.0 for kind, times in by_group.items()}
 
 
 def _time_by_group(timeline: Timeline) -> dict[TaskKind, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.calibration.profile_space import Profiled
 from stratagem.profiler import (
     Effort,
@@ -21,20 +23,18 @@ from stratagem.profiler import (
     TimingCache,
     profile_operators,
 )
-from stratagem.profiler.machine.reference_kernel import (
-    DriftWatch,
-    ReferenceKernel,
-    throttle_reasons,
-)
+from stratagem.profiler.cache.timing_keys import PACE_KIND, PaceOf, pace_key
+from stratagem.profiler.machine.drift_watch import DriftWatch, throttle_reasons
 from stratagem.profiler.timing import session
 from stratagem.profiler.timing.operator_timing import count_outliers
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 
 CPU = Cluster.preset("local-cpu").device_type(0)
+STRICT = Effort(max_drift=0.1)
 LINEAR = next(o for o in mlp([8, 8], batch=64).operators if o.kind == "linear")
 
 
@@ -46,17 +46,23 @@ def operators(count: int) -> list[tuple[Operator, dict[str, int]]]:
 class FakeMachine:
     """A machine whose operators take `sample` seconds at full speed, on a clock of its own.
 
-    `slowdown` says how many times slower it is at a moment.
+    `slowdown` says how many times slower it is at a moment, and `elasticity` how times are said
+    to go with that.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, slowdown=lambda moment: 1.0) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        slowdown=lambda moment: 1.0,
+        elasticity: float = 0.0,
+    ) -> None:
         self.moment = 0.0
         self.slowdown = slowdown
         self.timed: list[int] = []
         machine = self
 
         class Reference:
-            def __init__(self, device: torch.device) -> None:
+            def __init__(self, device: torch.device, clock: object) -> None:
                 pass
 
             def seconds(self) -> float:
@@ -68,8 +74,9 @@ class FakeMachine:
         monkeypatch.setattr(
             session,
             "DriftWatch",
-            lambda reference: DriftWatch(reference, interval=0.0, now=self.now),
+            lambda reference, interval: DriftWatch(reference, interval=0.0, now=self.now),
         )
+        monkeypatch.setattr(session, "elasticity", lambda operator: elasticity)
 
     def now(self) -> float:
         return self.moment
@@ -90,7 +97,11 @@ def cache(tmp_path):
 
 
 def times(cache: TimingCache) -> set[float]:
-    return {entry.measurement.median_s for entry in cache.entries()}
+    return {
+        entry.measurement.median_s
+        for entry in cache.entries()
+        if entry.key.operator.kind != PACE_KIND
+    }
 
 
 class TestOutliers:
@@ -164,7 +175,7 @@ class TestWatch:
 class TestDisturbed:
     def test_what_was_disturbed_is_timed_again(self, cache, monkeypatch) -> None:
         machine = FakeMachine(monkeypatch, lambda moment: 1.5 if 1 <= moment < 6 else 1.0)
-        report = profile_operators(operators(5), Training(), cache)
+        report = profile_operators(operators(5), Training(), cache, effort=STRICT)
         assert machine.timed == [1, 2, 3, 4, 5, 1, 2, 3]
         assert times(cache) == {1.0, 2.0, 3.0, 4.0, 5.0}
         assert report.disturbed == ()
@@ -172,13 +183,13 @@ class TestDisturbed:
 
     def test_a_machine_that_was_slow_at_first(self, cache, monkeypatch) -> None:
         FakeMachine(monkeypatch, lambda moment: 3.0 if moment < 2 else 1.0)
-        report = profile_operators(operators(4), Training(), cache)
+        report = profile_operators(operators(4), Training(), cache, effort=STRICT)
         assert times(cache) == {1.0, 2.0, 3.0, 4.0}
         assert report.disturbed == ()
 
     def test_what_stays_disturbed_is_reported(self, cache, monkeypatch) -> None:
         machine = FakeMachine(monkeypatch, lambda moment: 1.0 if moment < 1 else 1.2)
-        report = profile_operators(operators(2), Training(), cache)
+        report = profile_operators(operators(2), Training(), cache, effort=STRICT)
         assert machine.timed == [1, 2] * 3
         assert [text.split(":")[-1] for text in report.disturbed] == [
             " while the device was 20% slower than at its best"
@@ -188,7 +199,7 @@ class TestDisturbed:
         """On a busy machine there was a warning for every operator, 38 for a small model."""
         machine = FakeMachine(monkeypatch)
         machine.slowdown = lambda moment: 1.0 + 0.2 * machine.timed[-1] if machine.timed else 1.0
-        report = profile_operators(operators(2), Training(), cache)
+        report = profile_operators(operators(2), Training(), cache, effort=STRICT)
         slowness = [text.split(" slower")[0].split()[-1] for text in report.disturbed]
         assert slowness == ["40%", "20%"]
         done = Profiled(MeasuredCosts(cache, {}, RooflineCosts()), report, 0, CPU, cache.path)
@@ -201,7 +212,7 @@ class TestDisturbed:
 
     def test_a_small_drift_is_none(self, cache, monkeypatch) -> None:
         machine = FakeMachine(monkeypatch, lambda moment: 1.0 + 0.01 * moment)
-        assert profile_operators(operators(3), Training(), cache).disturbed == ()
+        assert profile_operators(operators(3), Training(), cache, effort=STRICT).disturbed == ()
         assert machine.timed == [1, 2, 3]
 
     def test_the_reason_that_nvml_gives(self, monkeypatch) -> None:
@@ -218,6 +229,73 @@ class TestDisturbed:
         found = throttle_reasons(torch.device("cuda"))
         assert found == ("power cap", "hardware thermal limit")
         assert throttle_reasons(torch.device("cpu")) == ()
+
+
+class TestPace:
+    """A machine that is slower now and faster then, as cores that are shared with others are."""
+
+    @staticmethod
+    def pace(cache: TimingCache, whose: PaceOf) -> Measurement:
+        (environment,) = {entry.key.environment for entry in cache.entries()}
+        found = cache.own(pace_key(environment, whose))
+        assert found is not None
+        return found
+
+    def test_times_are_brought_to_that_of_the_whole_profile(self, cache, monkeypatch) -> None:
+        """From the second moment on everything takes 1.8 times as long: 1 + 2 at a pace of 1."""
+        FakeMachine(monkeypatch, lambda moment: 1.0 if moment < 2 else 1.8, elasticity=1.0)
+        profile_operators(operators(6), Training(), cache)
+        typical = self.pace(cache, PaceOf.TIMES).median_s
+        assert 1.0 < typical < 1.8
+        taken = sorted(times(cache))
+        # The second begins at a pace of 1, ends at one of 1.8, and is taken to have had the mean.
+        wanted = [typical, typical * 2 / 1.4, *(typical * n for n in (3, 4, 5, 6))]
+        assert taken == pytest.approx(wanted)
+
+    def test_times_that_wait_for_memory_change_less(self, cache, monkeypatch) -> None:
+        FakeMachine(monkeypatch, lambda moment: 1.8, elasticity=0.3)
+        profile_operators(operators(2), Training(), cache)
+        assert sorted(times(cache)) == pytest.approx([1.8, 3.6])
+
+    def test_a_later_profile_keeps_the_pace_of_the_first(self, cache, monkeypatch) -> None:
+        machine = FakeMachine(monkeypatch, elasticity=1.0)
+        profile_operators(operators(2), Training(), cache)
+        machine.slowdown = lambda moment: 1.5
+        profile_operators(operators(4), Training(), cache)
+        assert sorted(times(cache)) == pytest.approx([1.0, 2.0, 3.0, 4.0])
+        assert self.pace(cache, PaceOf.TIMES).median_s == 1.0
+        both = self.pace(cache, PaceOf.CORES)
+        looks = [1.0] * both.repeats
+        assert 1.0 < both.median_s < 1.5
+        assert both.spread == pytest.approx(0.25 / 1.25, rel=0.2)
+        assert len(looks) > 4
+
+    def test_costs_are_at_the_pace_of_all_profiles(self, cache, monkeypatch) -> None:
+        """Off by as much as the cores vary, beside what their own repeats show."""
+        machine = FakeMachine(monkeypatch, elasticity=0.7)
+        profile_operators(operators(2), Training(), cache)
+        machine.slowdown = lambda moment: 1.5
+        profile_operators(operators(4), Training(), cache)
+        (environment,) = {entry.key.environment for entry in cache.entries()}
+        costs = MeasuredCosts(cache, {"cpu": environment}, RooflineCosts())
+        pace = costs.pace(CPU)
+        assert pace is not None
+        (operator, sizes), *_ = operators(1)
+        cost = costs.operator_cost(operator, sizes, Direction.FORWARD, Training(), CPU)
+        assert cost.seconds == pytest.approx(pace.reference_s**0.7)
+        assert cost.relative_error == pytest.approx(math.hypot(0.02, 0.7 * pace.spread))
+
+    def test_an_interrupted_profile_brings_what_it_has(self, cache, monkeypatch) -> None:
+        machine = FakeMachine(monkeypatch, lambda moment: 1.0 if moment < 1 else 1.8, 1.0)
+
+        def stop(at: object) -> None:
+            if len(machine.timed) == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            profile_operators(operators(6), Training(), cache, progress=stop)
+        typical = self.pace(cache, PaceOf.TIMES).median_s
+        assert sorted(times(cache))[1:] == pytest.approx([typical * 2, typical * 3])
 
 
 class TestProgress:

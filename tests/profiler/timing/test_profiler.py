@@ -28,7 +28,7 @@ from stratagem.profiler import (
     profile_updates,
     time_operator,
 )
-from stratagem.profiler.cache.timing_keys import summarise, update_key
+from stratagem.profiler.cache.timing_keys import PaceOf, summarise, update_key
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.machine.device_clocks import (
     CYCLES_A_SECOND,
@@ -378,7 +378,7 @@ class TestProfile:
         assert (first.num_timed, first.num_cached) == (2, 0)
         assert [(p.done, p.total, p.cached) for p in seen] == [(1, 2, False), (2, 2, False)]
         assert seen[0].operator.startswith("linear: ")
-        assert len(cache) == 4
+        assert len(cache) == 4 + len(PaceOf)
         again = profile_operators(operators, Training(), cache, effort=QUICK)
         assert (again.num_timed, again.num_cached) == (0, 2)
 
@@ -596,4 +596,4 @@ class TestUpdates:
         assert all(m.median_s > 0 for m in first)
         again = profile_updates(training, cache, executor_update, sizes=sizes, effort=QUICK)
         assert again == first
-        assert len(cache) == 2
+        assert len(cache) == 2 + len(PaceOf)

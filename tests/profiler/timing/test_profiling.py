@@ -228,7 +228,7 @@ def test_no_time_leaves_everything_out(place: Path) -> None:
     assert "0 operators timed in " in shown.stdout
     with TimingCache("other.sqlite") as cache:
         kinds = {entry.key.operator.kind for entry in cache.entries()}
-    assert kinds == {"update", "dispatch"}
+    assert kinds == {"update", "dispatch", "pace"}
 
 
 def test_an_interrupt_ends_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,18 @@
-"""A kernel that always takes the same time, unless the machine is disturbed.
+"""Watching a device while operators are timed: how slow it is, and why.
 
-Clocks go down when a device gets hot or draws too much power, and other programs take its time.
-What was timed meanwhile is too slow. A small matrix product is timed now and then between the
-operators; it lives in the caches of one core, so that it shows clocks and time taken away, and not
-what the profiler's own background load does to memory.
+The reference kernel is looked at between what is timed: what was timed between two looks was timed
+on a device that was as slow as they show.
 """
 
 from __future__ import annotations
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stratagem.profiler.machine.device_clocks import DeviceClock, clock_of
-
-CPU_SIZE, CUDA_SIZE = 128, 2048
-RUNS = 21
 CHECK_SECONDS = 2.0
 """Between two looks at the reference kernel."""
 THROTTLE_REASONS = {
@@ -30,32 +23,6 @@ THROTTLE_REASONS = {
     0x80: "power brake",
 }
 """Bits of NVML's clocks throttle reasons that mean a lower clock than asked for."""
-
-
-class ReferenceKernel:
-    """A fixed matrix product on a device.
-
-    Example:
-        >>> ReferenceKernel(torch.device("cpu")).seconds()  # doctest: +SKIP
-        4.1e-05
-    """
-
-    def __init__(self, device: torch.device, clock: DeviceClock | None = None) -> None:
-        size = CPU_SIZE if device.type == "cpu" else CUDA_SIZE
-        generator = torch.Generator(device).manual_seed(0)
-        self._factor = torch.randn(size, size, device=device, generator=generator)
-        self._result = torch.empty_like(self._factor)
-        self._clock = clock or clock_of(device)
-        self._run()
-
-    def seconds(self) -> float:
-        """Seconds that the kernel takes now: the median of some runs."""
-        return statistics.median(self._run() for _ in range(RUNS))
-
-    def _run(self) -> float:
-        start = self._clock.now()
-        torch.mm(self._factor, self._factor, out=self._result)
-        return self._clock.seconds(start, self._clock.now())
 
 
 def throttle_reasons(device: torch.device) -> tuple[str, ...]:
@@ -98,6 +65,10 @@ class DriftWatch:
         reference: seconds that the reference kernel takes now; asked for once at the start.
         interval: seconds between two looks at it.
         now: a clock in seconds.
+
+    Attributes:
+        best: the fastest look so far, in seconds.
+        looks: all of them, in order.
     """
 
     def __init__(
@@ -110,8 +81,10 @@ class DriftWatch:
         self._reference, self._interval, self._now = reference, interval, now
         self._last = self.best = reference()
         self._checked = now()
+        self.looks = [self.best]
         self._pending: list[str] = []
         self._slowest: dict[str, float] = {}
+        self._around: dict[str, float] = {}
 
     def timed(self, name: str) -> None:
         """Note that something was timed just now."""
@@ -125,9 +98,15 @@ class DriftWatch:
         for name in self._pending:
             around = max(seconds, self._last)
             self._slowest[name] = min(around, self._slowest.get(name, around))
+            self._around[name] = (seconds + self._last) / 2
         self._pending.clear()
+        self.looks.append(seconds)
         self._last, self.best = seconds, min(seconds, self.best)
         self._checked = self._now()
+
+    def around(self, name: str) -> float:
+        """Seconds of the reference kernel around the last time that something was timed."""
+        return self._around[name]
 
     def slowness(self, name: str) -> float:
         """How many times its best time the reference kernel took around what was timed."""

@@ -1,0 +1,121 @@
+"""Where the time of a step went, on devices whose communication wants the cores that compute.
+
+A timeline says from when to when each task was under way. Between processes of one machine several
+are at once: threads that carry bytes share a core with the operators. So an instant counts for
+every kind of task that is under way on a device, in equal parts; all kinds together are the time
+in which the device was not idle. Of a collective, what passes until its last rank has come is
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.base.task_kinds import TaskKind
+from stratagem.simulator.timeline.timeline import Timeline, lane_group
+
+TaskName = tuple[str, TaskKind]
+
+
+def shared_time(timeline: Timeline) -> dict[TaskKind, dict[str, float]]:
+    """Seconds of each kind on each group of lanes, what is at once in equal parts.
+
+    Example:
+        >>> from stratagem.simulator.timeline.timeline import Row, from_rows
+        >>> rows = [
+        ...     Row("a", TaskKind.FORWARD, "rank 0 · compute", 0, 20),
+        ...     Row("b", TaskKind.COMMUNICATION, "rank 0 · links", 10, 20),
+        ... ]
+        >>> shared_time(from_rows(rows, label="measured"))[TaskKind.FORWARD]
+        {'rank 0': 1.5e-08}
+    """
+    found: dict[TaskKind, dict[str, float]] = {kind: {} for kind in TaskKind}
+    for group, rows in _rows_by_group(timeline).items():
+        places, lengths = _pieces(timeline, rows)
+        kinds = [timeline.kinds[row] for row in rows]
+        under_way = np.array(
+            [
+                _covered(timeline, rows[[each is kind for each in kinds]], places)
+                for kind in TaskKind
+            ]
+        )
+        parts = under_way / np.maximum(under_way.sum(axis=0), 1)
+        for kind, seconds in zip(TaskKind, (parts @ lengths).tolist(), strict=True):
+            found[kind][group] = seconds * 1e-9
+    return found
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What shares of a task's time passed beside others on its cores, and waiting for ranks."""
+
+    beside: float
+    waiting: float
+
+
+def sharing_of_tasks(timeline: Timeline) -> dict[TaskName, Sharing]:
+    """Of every task of a measured step, over all times that it ran."""
+    spans: dict[TaskName, float] = {}
+    beside: dict[TaskName, float] = {}
+    waiting: dict[TaskName, float] = {}
+    late = _last_starts(timeline)
+    for rows in _rows_by_group(timeline).values():
+        places, lengths = _pieces(timeline, rows)
+        communicates = np.array([timeline.kinds[row].is_communication for row in rows])
+        covers = [_covered(timeline, rows[communicates == of], places) for of in (False, True)]
+        for row, is_communication in zip(rows.tolist(), communicates.tolist(), strict=True):
+            task = timeline.names[row], timeline.kinds[row]
+            start, end = int(timeline.start[row]), int(timeline.end[row])
+            inside = (places[:-1] >= start) & (places[:-1] < end)
+            others = covers[not is_communication].astype(np.bool_)
+            spans[task] = spans.get(task, 0.0) + end - start
+            beside[task] = beside.get(task, 0.0) + float(lengths[inside & others].sum())
+            waited = min(max(late.get(row, start) - start, 0), end - start)
+            waiting[task] = waiting.get(task, 0.0) + waited
+    return {
+        task: Sharing(beside[task] / span, waiting[task] / span)
+        for task, span in spans.items()
+        if span
+    }
+
+
+def _rows_by_group(timeline: Timeline) -> Mapping[str, Ints]:
+    groups = [lane_group(lane) for lane in timeline.lanes]
+    of_row = [groups[lane] for lane in timeline.lane.tolist()]
+    return {
+        group: np.flatnonzero([each == group for each in of_row])
+        for group in dict.fromkeys(groups)
+    }
+
+
+def _pieces(timeline: Timeline, rows: Ints) -> tuple[Ints, Floats]:
+    """Moments at which a task of these begins or ends, and the nanoseconds between them."""
+    places = np.unique(np.concatenate([timeline.start[rows], timeline.end[rows]]))
+    return places, np.diff(places).astype(np.float64)
+
+
+def _covered(timeline: Timeline, rows: Ints, places: Ints) -> Ints:
+    """Whether any of the tasks is under way in each piece."""
+    changes = np.zeros(len(places), dtype=np.int64)
+    np.add.at(changes, np.searchsorted(places, timeline.start[rows]), 1)
+    np.add.at(changes, np.searchsorted(places, timeline.end[rows]), -1)
+    return (np.cumsum(changes)[:-1] > 0).astype(np.int64)
+
+
+def _last_starts(timeline: Timeline) -> dict[int, int]:
+    """Of each row of a communication, when the last of its ranks began the same."""
+    found: dict[TaskName, dict[int, list[int]]] = {}
+    for row in np.argsort(timeline.start, kind="stable").tolist():
+        if timeline.kinds[row].is_communication:
+            task = timeline.names[row], timeline.kinds[row]
+            found.setdefault(task, {}).setdefault(int(timeline.lane[row]), []).append(row)
+    late: dict[int, int] = {}
+    for lanes in found.values():
+        for together in zip(*lanes.values(), strict=False):
+            last = max(int(timeline.start[row]) for row in together)
+            late |= dict.fromkeys(together, last)
+    return late
