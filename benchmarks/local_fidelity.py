@@ -3,8 +3,9 @@
     python -m benchmarks.local_fidelity
     python -m benchmarks.local_fidelity --one-device dgx-h200
 
-Eight plans of three models (a small GPT, a perceptron, a ResNet-18) on two processes over gloo;
-or, on one device of a bundled cluster, eight plans that differ in microbatches and recompute:
+Plans of four models (two small transformers, a perceptron, a ResNet-18) on two processes over
+gloo: data and tensor parallelism, ZeRO, recompute, pipelines under all synchronous schedules; or,
+on one device of a bundled cluster, eight plans that differ in microbatches and recompute:
 larger models on the GPU of this machine, in bfloat16 and by steps whose instructions are not
 timed, the small ones on one of its cores (``local-cpu``). Operators, updates, the executor's
 dispatch or launches and the link are measured here; nothing that is measured of a plan's step
@@ -13,9 +14,10 @@ take turns, among themselves and with the timing of operators and of collectives
 whatever else the machine does meets all of them alike: the speed of a shared machine drifts by
 more than the errors in question. Of every operator the mean of its turns counts. Prints one JSON
 object a plan: predicted and measured milliseconds (the median of the turns' medians), error in
-percent, the quartiles of the measured steps, what a device spends on each kind of task (predicted
-and measured), and the load of the machine while it ran. The last line is the summary: the median
-of the absolute errors and the rank correlation between predicted and measured times.
+percent, the stated error (one standard deviation), the quartiles of the measured steps, how many
+of the turns lie within the 80 % interval of the prediction, the error of single turns with the
+pace that the cores had in each taken into account, what a device spends on each kind of task
+(predicted and measured), and the load of the machine while it ran. The last line is the summary.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -69,7 +72,7 @@ from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.stage_cuts import balanced_stages
 from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.base.files import decode, encode
-from stratagem.simulator.graph.models import gpt, mlp, resnet
+from stratagem.simulator.graph.models import gpt, llama, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -86,6 +89,16 @@ MODELS: Models = {
     "gpt": lambda: gpt(
         num_layers=4, hidden=256, num_heads=8, vocabulary=4096, sequence=128, batch=8
     ),
+    "llama": lambda: llama(
+        num_layers=4,
+        hidden=256,
+        num_heads=8,
+        num_kv_heads=4,
+        ffn=704,
+        vocabulary=4096,
+        sequence=128,
+        batch=8,
+    ),
     "mlp": lambda: mlp([1024, 2048, 2048, 1024], batch=512),
     "resnet18": lambda: resnet(18, batch=16, image=64, classes=100),
 }
@@ -97,21 +110,51 @@ LARGE_MODELS: Models = {
     "resnet50": lambda: resnet(50, batch=64, image=224, classes=1000),
 }
 """For a GPU."""
-PLANS = (
-    ("gpt", "data parallel"),
-    ("gpt", "ZeRO-3"),
-    ("gpt", "tensor parallel"),
-    ("gpt", "1F1B pipeline"),
-    ("mlp", "data parallel"),
-    ("mlp", "tensor parallel"),
-    ("resnet18", "data parallel"),
-    ("resnet18", "1F1B pipeline"),
-)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the plans of a name train on several devices: with a schedule as a pipeline."""
+
+    strategy: Callable[[OperatorGraph, Sequence[int]], Choices]
+    recompute: bool = False
+    num_microbatches: int = 1
+    bucket_bytes: int = 0
+    schedule: str = ""
+    stages_a_rank: int = 1
+
+
+def _tensor_parallel(graph: OperatorGraph, shape: Sequence[int]) -> Choices:
+    return tensor_parallel(graph, shape, 0)
+
+
+BUCKET = 25 * 2**20
+WAYS = {
+    "data parallel": Way(data_parallel),
+    "data parallel, buckets": Way(data_parallel, bucket_bytes=BUCKET),
+    "data parallel, recompute": Way(data_parallel, recompute=True),
+    "data parallel, microbatches": Way(data_parallel, num_microbatches=2),
+    "ZeRO-1": Way(partial(data_parallel, zero=1)),
+    "ZeRO-2, buckets": Way(partial(data_parallel, zero=2), bucket_bytes=BUCKET),
+    "ZeRO-3": Way(partial(data_parallel, zero=3)),
+    "tensor parallel": Way(_tensor_parallel),
+    "tensor parallel, recompute": Way(_tensor_parallel, recompute=True),
+    "GPipe": Way(data_parallel, num_microbatches=4, schedule="gpipe"),
+    "1F1B": Way(data_parallel, num_microbatches=4, schedule="1f1b"),
+    "interleaved": Way(data_parallel, num_microbatches=4, schedule="interleaved", stages_a_rank=2),
+    "ZB-H1": Way(data_parallel, num_microbatches=4, schedule="zb-h1"),
+    "Chimera": Way(data_parallel, num_microbatches=4, schedule="chimera"),
+}
+"""On two processes."""
 WHOLE, PARTS, AGAIN, PARTS_AGAIN = "whole", "microbatches", "recompute", "microbatches, recompute"
+ONE_DEVICE = {
+    WHOLE: Way(data_parallel),
+    PARTS: Way(data_parallel, num_microbatches=4),
+    AGAIN: Way(data_parallel, recompute=True),
+    PARTS_AGAIN: Way(data_parallel, recompute=True, num_microbatches=4),
+}
 """Plans of one device."""
-MICROBATCHES = 4
-"""Of a pipeline, and of plans of one device that have any."""
-TURNS, STEPS = 15, 4
+TURNS, STEPS = 9, 4
 """Every plan gets so many turns of so many steps, of which the first warms up; the operators have
 one before each.
 """
@@ -123,9 +166,11 @@ EFFORT = Effort(seconds=0.0, max_drift=math.inf)
 """The fewest repeats in a turn: a machine's speed changes within seconds, so many short turns say
 more than a long one. What the machine is slowed by slows the plans too, so it stays.
 """
+DEVIATIONS_OF_80 = 1.2816
+"""Standard deviations on either side that hold 80 % of a normal distribution."""
 PATIENCE = 1200.0
 """Seconds that the other rank may have to wait while operators are timed."""
-CLASSES = {"gpt": 4096, "mlp": 1024, "resnet18": 100, "resnet50": 1000}
+CLASSES = {"gpt": 4096, "llama": 4096, "mlp": 1024, "resnet18": 100, "resnet50": 1000}
 """Ids and labels of a model are below this."""
 
 
@@ -136,6 +181,8 @@ class Measured:
     turns: tuple[tuple[float, ...], ...]
     timeline: Timeline
     load: float
+    paces: tuple[float, ...] = ()
+    """Of each turn the seconds of the reference kernel; none on a GPU."""
 
     @property
     def step_time(self) -> float:
@@ -160,6 +207,7 @@ class Setting:
     device: str
     models: Models
     plans: tuple[tuple[str, str], ...]
+    ways: Mapping[str, Way]
     turns: int = TURNS
     training: Training = field(default_factory=Training)
 
@@ -174,15 +222,14 @@ class Setting:
 
     def plan(self, model: str, name: str) -> Plan:
         """One of the plans."""
-        graph, ways = self.graph(model), self.cluster.num_devices
-        pipelined = name.endswith("pipeline")
-        parts = MICROBATCHES if pipelined or name in (PARTS, PARTS_AGAIN) else 1
+        graph, way = self.graph(model), self.ways[name]
         names = tuple(operator.name for operator in graph.operators)
-        whole = DeviceMesh((MeshAxis("data", ways),), tuple(range(ways)))
+        devices = self.cluster.num_devices
+        whole = DeviceMesh((MeshAxis("data", devices),), tuple(range(devices)))
         stages = (
-            _pipeline(graph, self.cluster)
-            if pipelined
-            else (Stage(names, whole, _strategy(graph, name, ways)),)
+            _pipeline(graph, self.cluster, way)
+            if way.schedule
+            else (Stage(names, whole, _choices(graph, way, (devices,))),)
         )
         return Plan(
             name=f"{model}, {name}",
@@ -191,7 +238,9 @@ class Setting:
             cluster=self.cluster,
             training=self.training,
             stages=stages,
-            num_microbatches=parts,
+            num_microbatches=way.num_microbatches,
+            bucket_bytes=way.bucket_bytes,
+            **({"schedule": way.schedule} if way.schedule else {}),
         )
 
     def all_plans(self) -> list[Plan]:
@@ -204,7 +253,25 @@ def _built(make: Callable[[], OperatorGraph]) -> OperatorGraph:
     return make()
 
 
-TWO_PROCESSES = Setting(Cluster.preset("local-cpu", devices_per_node=2), "cpu", MODELS, PLANS)
+@dataclass(frozen=True)
+class Asked:
+    """What a person asks for: so many turns, of one model's plans or of all."""
+
+    turns: int = TURNS
+    only: str = ""
+
+    def setting(self) -> Setting:
+        """Plans on two processes.
+
+        Raises:
+            ValueError: on a model that is not there.
+        """
+        if self.only and self.only not in MODELS:
+            raise ValueError(f"model {self.only!r} is not one of {', '.join(MODELS)}")
+        models = {name: make for name, make in MODELS.items() if self.only in ("", name)}
+        cluster = Cluster.preset("local-cpu", devices_per_node=2)
+        plans = tuple((model, name) for model in models for name in WAYS)
+        return Setting(cluster, "cpu", models, plans, WAYS, turns=self.turns)
 
 
 def one_device(preset: str) -> Setting:
@@ -212,36 +279,35 @@ def one_device(preset: str) -> Setting:
     cluster = Cluster.preset(preset, num_nodes=1, devices_per_node=1)
     is_cpu = cluster.device_type(0).name == "cpu"
     models = MODELS if is_cpu else LARGE_MODELS
-    first, second, third = models
+    first, *_, second, third = models
     plans = (
         *((first, name) for name in (WHOLE, PARTS, AGAIN, PARTS_AGAIN)),
         *((model, name) for model in (second, third) for name in (WHOLE, PARTS)),
     )
     if is_cpu:
-        return Setting(cluster, "cpu", models, plans)
-    return Setting(cluster, "cuda", models, plans, training=Training("bfloat16"))
+        return Setting(cluster, "cpu", models, plans, ONE_DEVICE)
+    return Setting(cluster, "cuda", models, plans, ONE_DEVICE, training=Training("bfloat16"))
 
 
-def _strategy(graph: OperatorGraph, name: str, ways: int) -> Choices:
-    if name == "tensor parallel":
-        return tensor_parallel(graph, (ways,), 0)
-    choices = data_parallel(graph, (ways,), zero=3 if name == "ZeRO-3" else 0)
-    if name not in (AGAIN, PARTS_AGAIN):
+def _choices(graph: OperatorGraph, way: Way, shape: Sequence[int]) -> Choices:
+    choices = way.strategy(graph, shape)
+    if not way.recompute:
         return choices
     again = {op.name for op in graph.operators if not op.is_source}
     return {n: replace(c, recompute=n in again) for n, c in choices.items()}
 
 
-def _pipeline(graph: OperatorGraph, cluster: Cluster) -> tuple[Stage, ...]:
-    """A stage on each process."""
-    choices = data_parallel(graph, (1,))
+def _pipeline(graph: OperatorGraph, cluster: Cluster, way: Way) -> tuple[Stage, ...]:
+    """Stages on each process in turn."""
+    choices, devices = _choices(graph, way, (1,)), cluster.num_devices
+    cuts = balanced_stages(graph, cluster, devices * way.stages_a_rank)
     return tuple(
         Stage(
             names,
-            DeviceMesh((MeshAxis("data", 1),), (device,)),
+            DeviceMesh((MeshAxis("data", 1),), (number % devices,)),
             {name: choices[name] for name in names},
         )
-        for device, names in enumerate(balanced_stages(graph, cluster, cluster.num_devices))
+        for number, names in enumerate(cuts)
     )
 
 
@@ -269,7 +335,9 @@ def batch_of(model: str, graph: OperatorGraph) -> dict[str, Tensor]:
     }
 
 
-def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster]:
+def measure(
+    setting: Setting, cache_file: Path, asked: Asked | None = None
+) -> tuple[list[Measured], Cluster]:
     """Run all plans in turns, in as many processes as there are devices, and time their link.
 
     Times of operators come into the cache, those of the link into the cluster.
@@ -277,8 +345,10 @@ def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster
     cluster = setting.cluster
     with tempfile.TemporaryDirectory() as folder:
         if cluster.num_devices > 1:
+            asked = asked or Asked(setting.turns)
             command = ["benchmarks.local_fidelity", "--rank", folder]
-            run_ranks(command, cluster.num_devices, timeout=1800)
+            command += ["--turns", str(asked.turns), "--only", asked.only]
+            run_ranks(command, cluster.num_devices, timeout=5400)
         else:
             turns = partial(take_turns, setting=setting, folder=Path(folder))
             run_local(1, turns, timeout=PATIENCE, device=setting.device)
@@ -290,6 +360,7 @@ def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster
             tuple(tuple(turn) for turn in each["turns"]),
             Timeline.from_dict(each["timeline"]),
             each["load"],
+            tuple(each["paces"]),
         )
         for each in json.loads(text)
     ]
@@ -311,10 +382,10 @@ LinkTimings = list[list[CollectiveTiming]]
 """Every time that the collectives had a turn, the same ones."""
 
 
-def run_rank(folder: Path) -> None:
+def run_rank(folder: Path, setting: Setting) -> None:
     """One process of `measure`."""
     with GlooCommunicator(timeout=PATIENCE) as comm:
-        take_turns(comm, TWO_PROCESSES, folder)
+        take_turns(comm, setting, folder)
 
 
 def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
@@ -341,23 +412,25 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
             # On one batch a loss is so small in the end that cores compute with denormal numbers.
             interpreter.reset()
             result = train(interpreter, batches, steps, place=Place())
-            done.append((result.step_times[warm], result.timeline, os.getloadavg()[0]))
+            pace = statistics.fmean(result.reference_s) if result.reference_s else 0.0
+            done.append((result.step_times[warm], result.timeline, os.getloadavg()[0], pace))
     if comm.rank == 0:
         written = [_summary(done) for done in turns]
         (folder / "measured.json").write_text(json.dumps(written))
         (folder / "timings.json").write_text(encode(timings))
 
 
-Turn = tuple[tuple[float, ...], Timeline, float]
-"""Seconds of the steps, the timeline of the median one, the load of the machine."""
+Turn = tuple[tuple[float, ...], Timeline, float, float]
+"""Seconds of the steps, the timeline of the median one, the load and the pace of the machine."""
 
 
 def _summary(turns: Sequence[Turn]) -> dict[str, object]:
     middle = sorted(turns, key=lambda turn: statistics.median(turn[0]))[len(turns) // 2]
     return {
-        "turns": [seconds for seconds, _, _ in turns],
+        "turns": [seconds for seconds, *_ in turns],
         "timeline": middle[1].to_dict(),
-        "load": statistics.fmean(load for _, _, load in turns),
+        "load": statistics.fmean(load for _, _, load, _ in turns),
+        "paces": [pace for *_, pace in turns if pace],
     }
 
 
@@ -369,8 +442,30 @@ class Compared:
     predicted: Simulation
     measured: Measured
 
+    @property
+    def within(self) -> list[bool]:
+        """Of each turn, whether its median step lies in the 80 % interval of the prediction."""
+        found = self.predicted
+        return [
+            abs(math.log(statistics.median(turn) / found.step_time))
+            <= DEVIATIONS_OF_80 * found.relative_error
+            for turn in self.measured.turns
+        ]
 
-def compared(setting: Setting, kept: Path | None = None) -> tuple[list[Compared], Cluster]:
+    @property
+    def errors_at_pace(self) -> list[float]:
+        """Of each turn, what is predicted at the pace that the cores had in it over measured."""
+        if self.predicted.pace is None:
+            return []
+        return [
+            self.predicted.at_pace(pace) / statistics.median(turn) - 1
+            for pace, turn in zip(self.measured.paces, self.measured.turns, strict=True)
+        ]
+
+
+def compared(
+    setting: Setting, kept: Path | None = None, asked: Asked | None = None
+) -> tuple[list[Compared], Cluster]:
     """Every plan of a setting, measured and then predicted, and the cluster with its link.
 
     Times of operators are `kept` in a new cache, if one is named.
@@ -378,7 +473,7 @@ def compared(setting: Setting, kept: Path | None = None) -> tuple[list[Compared]
     kind = setting.cluster.device_type(0).name
     with tempfile.TemporaryDirectory() as folder:
         cache_file = kept or Path(folder, "timings.sqlite")
-        measured, cluster = measure(setting, cache_file)
+        measured, cluster = measure(setting, cache_file, asked)
         with TimingCache(cache_file) as timings:
             here = describe_environment(setting.device, load=setting.load)
             costs = MeasuredCosts(timings, {kind: here}, default_costs())
@@ -399,11 +494,29 @@ def line(each: Compared) -> dict[str, object]:
         "predicted_ms": round(predicted.step_time * 1e3, 2),
         "measured_ms": round(measured.step_time * 1e3, 2),
         "error": round(100 * (predicted.step_time / measured.step_time - 1), 1),
+        "stated": round(100 * predicted.relative_error, 1),
+        "within_80": round(statistics.fmean(each.within), 2),
+        "at_pace": [round(100 * error, 1) for error in each.errors_at_pace],
         "quartiles_ms": [round(q * 1e3, 2) for q in measured.quartiles],
         "parts": {
             p.what: [round(1e3 * p.predicted, 2), round(1e3 * p.measured, 2)] for p in parts
         },
         "load": round(measured.load, 2),
+    }
+
+
+def kinds_off(found: Sequence[Compared]) -> dict[str, float]:
+    """Per kind of task the error in percent of all plans together."""
+    sums: dict[str, list[float]] = {}
+    for each in found:
+        for part in compare(each.predicted, each.measured).rows[1:]:
+            both = sums.setdefault(part.what, [0.0, 0.0])
+            both[0] += part.predicted
+            both[1] += part.measured
+    return {
+        what: round(100 * (predicted / measured - 1), 1)
+        for what, (predicted, measured) in sums.items()
+        if measured
     }
 
 
@@ -465,22 +578,34 @@ def main() -> None:
     parser.add_argument(
         "--one-device", metavar="CLUSTER", help="plans on one device of a bundled cluster"
     )
+    parser.add_argument(
+        "--turns", type=int, default=TURNS, metavar="N", help="of every plan on two processes"
+    )
+    parser.add_argument("--only", default="", metavar="MODEL", help="the plans of one model")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    asked = Asked(arguments.turns, arguments.only)
     if arguments.rank is not None:
-        run_rank(arguments.rank)
+        run_rank(arguments.rank, asked.setting())
         return
-    setting = one_device(arguments.one_device) if arguments.one_device else TWO_PROCESSES
-    found, cluster = compared(setting)
+    setting = one_device(arguments.one_device) if arguments.one_device else asked.setting()
+    found, cluster = compared(setting, asked=asked)
     lines = [line(each) for each in found]
     for each in lines:
         print(json.dumps(each), flush=True)
     ranks = spearmanr([x["predicted_ms"] for x in lines], [x["measured_ms"] for x in lines])
     link = cluster.intra_node
+    off = [abs(float(str(x["error"]))) for x in lines]
+    at_pace = [abs(100 * error) for each in found for error in each.errors_at_pace]
     summary = {
         "plans": len(lines),
-        "median_error": round(statistics.median(abs(float(str(x["error"]))) for x in lines), 1),
+        "median_error": round(statistics.median(off), 1),
+        "percentile_90": round(float(np.percentile(off, 90)), 1),
+        "mean": round(statistics.fmean(float(str(x["error"])) for x in lines), 1),
         "spearman": round(float(ranks.statistic), 3),
+        "turns_within_80": round(statistics.fmean(w for each in found for w in each.within), 3),
+        "turns_at_pace": round(statistics.median(at_pace), 1) if at_pace else None,
+        "kinds": kinds_off(found),
         "message": figures(link.latency_us, link.bandwidth_gb_s),
         "collectives": [figures(g.latency_us, g.bandwidth_gb_s) for g in link.by_group_size],
         "wait": round(link.wait(cluster.num_devices), 3),

@@ -111,10 +111,10 @@ class OperatorRow:
     `gather` brings sharded parameters together before a pass (ZeRO-3), `sync` reduces gradients,
     `each_sync` is the part of it that every microbatch repeats (ZeRO-2 and 3), `update` is the
     optimizer, `publish` brings updated parameters back (ZeRO-1 and 2), `stash` copies them as they
-    are used, `stash_bytes`, for backward passes behind an update. `sync_latency` is, per
-    choice, how many of its parameters take each distinct path in the sync, and the latency of that
-    path in seconds; `publish_latency` and `gather_latency` are the same of `publish` and
-    `gather`. `unsharded_gradient_bytes` fill
+    are used, `stash_bytes`, for backward passes behind an update. `publish_latency` is, per
+    choice, how many of its parameters take each distinct path in `publish`, and the latency of
+    that path in seconds; `gather_latency` is the same of `gather`, and so is `sync_latency`, where
+    what takes the same path is one message, counted once. `unsharded_gradient_bytes` fill
     buckets (see `parameter_homes`). `relative_error` is that of forward and backward.
     `inner_forward` and `inner_backward` are the ns that collectives inside the passes take, of one
     piece. `saved_slots` are the inputs that backward needs, `saves_output` says whether it needs
