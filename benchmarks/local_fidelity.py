@@ -240,7 +240,7 @@ class Setting:
             stages=stages,
             num_microbatches=way.num_microbatches,
             bucket_bytes=way.bucket_bytes,
-            **({"schedule": way.schedule} if way.schedule else {}),
+            schedule=way.schedule or "1f1b",
         )
 
     def all_plans(self) -> list[Plan]:
@@ -552,8 +552,13 @@ def profile(
                 effort=evicting(EFFORT, touched_bytes(graph, setting.cluster, training), device),
                 faster=faster_on(torch.device(device)),
             )
+        touched = max(
+            touched_bytes(setting.graph(name), setting.cluster, training)
+            for name in setting.models
+        )
+        effort = evicting(EFFORT, touched, device)
         profile_updates(
-            training, timings, executor_update, device=device, load=load, effort=EFFORT
+            training, timings, executor_update, device=device, load=load, effort=effort
         )
         if device == "cpu" or first:
             profile_host(timings, device, load=load)

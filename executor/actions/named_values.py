@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import perf_counter_ns
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,7 @@ class NamedValues:
     Attributes:
         begun: when collectives that were begun since somebody last looked will have ended.
         waits: whether a promised value is waited for just now.
+        waited_ns: until when one was, by `time.perf_counter_ns`.
         seed: the gradient with which backward begins at the loss.
     """
 
@@ -41,6 +43,7 @@ class NamedValues:
         self.values = Values(self._settle)
         self.begun: list[Ending] = []
         self.waits = False
+        self.waited_ns = 0
         self.seed = 1.0
         self._own: set[str] = set()
         self._promised: dict[str, list[Callable[[], Tensor]]] = {}
@@ -95,6 +98,7 @@ class NamedValues:
             self.waits = True
             made = finish()
             self.waits = False
+            self.waited_ns = perf_counter_ns()
             self.add(name, made)
         tensor: Tensor = self.values[name]
         return tensor

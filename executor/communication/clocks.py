@@ -26,6 +26,12 @@ class Clock(Protocol):
     def mark(self) -> Mark:
         """This moment."""
 
+    def behind(self, mark: Mark, waited_ns: int) -> Mark:
+        """The later of a moment and that until which the host waited, where the host works.
+
+        So no instruction is said to be under way while it waits for a collective.
+        """
+
     def wait(self, mark: Mark) -> None:
         """Let the host wait until a moment has come."""
 
@@ -50,6 +56,10 @@ class HostClock:
     """The clock of the host, for devices that work while their instruction runs."""
 
     start = mark = staticmethod(perf_counter_ns)
+
+    def behind(self, mark: Mark, waited_ns: int) -> Mark:
+        """See `Clock.behind`."""
+        return max(mark, waited_ns)
 
     def wait(self, mark: Mark) -> None:
         """See `Clock.wait`: it has come."""

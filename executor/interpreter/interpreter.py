@@ -215,7 +215,7 @@ class Interpreter:
                     start = mark()
                 action()
                 end = mark()
-                marks.append((start, end))
+                marks.append((clock.behind(start, self._state.memory.waited_ns), end))
                 start = end
                 if self._state.memory.begun:
                     begun[number] = self._state.memory.begun.pop()

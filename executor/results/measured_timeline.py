@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from stratagem.executor.program.instructions.instruction import Instruction, TimelineTask
 from stratagem.executor.program.programs import Program
+from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name
 
 Spans = Sequence[tuple[int, int]]
@@ -20,11 +21,11 @@ GAP_NS = 100_000
 def timeline(program: Program, spans: Mapping[int, Spans]) -> Timeline:
     """The measured timeline of one step: two lanes a rank, task names as in the simulator.
 
-    A communication starts when its last partner is there: until then a rank only waits, which is a
-    gap in its lane and not a task. Of communications under way at a time, the later one starts
-    behind the earlier, and takes no time if it is over before that. Instructions of one task that
-    follow one another at once are one row. Conversions that only slice are left out, as they are
-    of the simulator's timeline.
+    A communication starts when its last partner is there, and so does what tells the loss: until
+    then a rank only waits, which is a gap in its lane and not a task. Of communications under way
+    at a time, the later one starts behind the earlier, and takes no time if it is over before
+    that. Instructions of one task that follow one another at once are one row. Conversions that
+    only slice are left out, as they are of the simulator's timeline.
 
     Args:
         program: what ran.
@@ -106,7 +107,7 @@ def _begin(program: Program, instruction: Instruction, rank: int, begins: _Begin
         senders = {program.rank_of[move.sender] for move in moves}
         arrived = (begins.messages.get((each, message.label), 0) for each in senders)
         return max(arrived, default=0)  # A part may be empty: nobody sends it.
-    if instruction.kind.is_communication:
+    if instruction.kind.is_communication or instruction.kind is TaskKind.OTHER:
         met = [(program.group(m, rank), m.what) for m in instruction.meetings[:1]]
         return max((begins.meetings[each] for each in met), default=0)
     return 0

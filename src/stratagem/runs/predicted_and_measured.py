@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from stratagem.runs.shared_cores import Sharing, shared_time, sharing_of_tasks
+from stratagem.runs.shared_cores import shared_time, shares_beside
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration
@@ -32,7 +32,7 @@ WAITING = "waiting"
 NUM_REASONS = 3
 """Tasks whose errors are told with what is seen of why."""
 NOTED = 0.1
-"""The least share of a task's time beside others, or waiting, that is told."""
+"""The least share of a task's time beside others that is told."""
 MOST_NAMED = 4
 """Stages whose memory the figure tells, the fullest ones."""
 
@@ -163,7 +163,7 @@ class Comparison:
     @cached_property
     def most_off(self) -> tuple[Reason, ...]:
         """The three tasks whose errors weigh most, and what the measured step shows of why."""
-        shares = sharing_of_tasks(self.measured)
+        shares = shares_beside(self.measured)
         return tuple(
             Reason(row, _why(row, shares[row.what, row.kind]))
             for row in self.tasks[:NUM_REASONS]
@@ -371,15 +371,12 @@ def _note_on_pace(predicted: Timed, measured: Timed) -> Iterator[str]:
     )
 
 
-def _why(row: TaskRow, sharing: Sharing) -> str:
+def _why(row: TaskRow, beside: float) -> str:
     """What the measured step shows of a task that takes another time than predicted."""
-    found = []
-    if sharing.waiting >= NOTED:
-        found.append(f"{sharing.waiting:.0%} of it waited for a later rank")
-    if sharing.beside >= NOTED:
-        others = "operators" if row.kind.is_communication else "communication"
-        found.append(f"{sharing.beside:.0%} of it passed beside {others} of its device")
-    return " and ".join(found) or "it ran alone on its device, so its price is off"
+    if beside < NOTED:
+        return "it ran by itself, so its price is off"
+    others = "operators" if row.kind.is_communication else "communication"
+    return f"{beside:.0%} of it passed beside {others} of its device"
 
 
 def _note_on_gradients(plan: Plan) -> Iterator[str]:

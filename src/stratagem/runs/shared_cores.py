@@ -3,14 +3,12 @@
 A timeline says from when to when each task was under way. Between processes of one machine several
 are at once: threads that carry bytes share a core with the operators. So an instant counts for
 every kind of task that is under way on a device, in equal parts; all kinds together are the time
-in which the device was not idle. Of a collective, what passes until its last rank has come is
-waiting.
+in which the device was not idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,20 +47,13 @@ def shared_time(timeline: Timeline) -> dict[TaskKind, dict[str, float]]:
     return found
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """What shares of a task's time passed beside others on its cores, and waiting for ranks."""
+def shares_beside(timeline: Timeline) -> dict[TaskName, float]:
+    """Of every task of a step the share of its time that passed beside others on its cores.
 
-    beside: float
-    waiting: float
-
-
-def sharing_of_tasks(timeline: Timeline) -> dict[TaskName, Sharing]:
-    """Of every task of a measured step, over all times that it ran."""
+    Those are communications, of a task that computes; and operators, of a communication.
+    """
     spans: dict[TaskName, float] = {}
     beside: dict[TaskName, float] = {}
-    waiting: dict[TaskName, float] = {}
-    late = _last_starts(timeline)
     for rows in _rows_by_group(timeline).values():
         places, lengths = _pieces(timeline, rows)
         communicates = np.array([timeline.kinds[row].is_communication for row in rows])
@@ -74,13 +65,7 @@ def sharing_of_tasks(timeline: Timeline) -> dict[TaskName, Sharing]:
             others = covers[not is_communication].astype(np.bool_)
             spans[task] = spans.get(task, 0.0) + end - start
             beside[task] = beside.get(task, 0.0) + float(lengths[inside & others].sum())
-            waited = min(max(late.get(row, start) - start, 0), end - start)
-            waiting[task] = waiting.get(task, 0.0) + waited
-    return {
-        task: Sharing(beside[task] / span, waiting[task] / span)
-        for task, span in spans.items()
-        if span
-    }
+    return {task: beside[task] / span for task, span in spans.items() if span}
 
 
 def _rows_by_group(timeline: Timeline) -> Mapping[str, Ints]:
@@ -104,18 +89,3 @@ def _covered(timeline: Timeline, rows: Ints, places: Ints) -> Ints:
     np.add.at(changes, np.searchsorted(places, timeline.start[rows]), 1)
     np.add.at(changes, np.searchsorted(places, timeline.end[rows]), -1)
     return (np.cumsum(changes)[:-1] > 0).astype(np.int64)
-
-
-def _last_starts(timeline: Timeline) -> dict[int, int]:
-    """Of each row of a communication, when the last of its ranks began the same."""
-    found: dict[TaskName, dict[int, list[int]]] = {}
-    for row in np.argsort(timeline.start, kind="stable").tolist():
-        if timeline.kinds[row].is_communication:
-            task = timeline.names[row], timeline.kinds[row]
-            found.setdefault(task, {}).setdefault(int(timeline.lane[row]), []).append(row)
-    late: dict[int, int] = {}
-    for lanes in found.values():
-        for together in zip(*lanes.values(), strict=False):
-            last = max(int(timeline.start[row]) for row in together)
-            late |= dict.fromkeys(together, last)
-    return late
