@@ -34,7 +34,7 @@ from stratagem.profiler.costs.correction import Correction, Sample, learn
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit, Value
-from stratagem.simulator.hardware.core_pace import OF_OTHERS, Pace, at_pace
+from stratagem.simulator.hardware.core_pace import OF_OTHERS, OVER_A_RUN, Pace, at_pace
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import (
     Cost,
@@ -58,6 +58,8 @@ _Group = tuple[Environment, str, str, Direction, str]
 
 LEAST_RELATIVES = 2
 """Operators of one chain of functions from which is learned, not from all chains."""
+MEDIAN_ERROR = 1.25
+"""Standard error of a median, in deviations of one run over the root of their number."""
 LEAST_ERROR = 0.02
 """What repeats in one process cannot show: other neighbours, another place in memory."""
 
@@ -319,7 +321,7 @@ class MeasuredCosts(SavedValue):
         return replace(
             cost,
             seconds=at_pace(cost.seconds, before, pace.reference_s, share),
-            relative_error=math.hypot(cost.relative_error, share * pace.spread),
+            relative_error=math.hypot(cost.relative_error, share * OVER_A_RUN * pace.spread),
         )
 
     def _dispatched(self, cost: Cost, environment: Environment, direction: Direction) -> Cost:
@@ -391,7 +393,9 @@ def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
 
 
 def _measured_cost(measurement: Measurement) -> Cost:
-    return Cost(measurement.median_s, CostSource.MEASURED, max(measurement.spread, LEAST_ERROR))
+    """The median, as sure as so many repeats make one: a step is a sum of many such runs."""
+    sure = MEDIAN_ERROR * measurement.spread / math.sqrt(measurement.repeats)
+    return Cost(measurement.median_s, CostSource.MEASURED, max(sure, LEAST_ERROR))
 
 
 def _groups_of(key: TimingKey) -> list[_Group]:

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 STEP_ERROR = 0.05
 """What steps on processes of one machine are off beside the errors of kernels and links and the
 pace of the cores: one standard deviation, see `benchmarks.local_fidelity`."""
+OVER_A_RUN = 0.7
+"""What is left of the spread between looks in means over the seconds of a short run: of windows of
+0.3 s a deviation of 0.16 to 0.19 was measured, of 5 s 0.11 to 0.15, of 20 s 0.09 to 0.12."""
 OF_PRODUCTS, OF_OTHERS = 0.7, 0.3
 """Elasticities: of matrix products and attention, and of what waits for memory."""
 

@@ -25,7 +25,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.pricing.cost_rows import PricedTime, timed
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.pricing.shared_latency import shortened, spared_latency
+from stratagem.simulator.pricing.shared_latency import behind_others, shortened, spared_latency
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
 from stratagem.simulator.schedules.macro_draft import ALL, CopyTask
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
@@ -131,7 +131,7 @@ class _SyncWriter:
                 for copy in (0, 1):
                     self._update(CopyTask(copy, number), i)
             if self.bucket_bytes:
-                for before, i in zip([None, *sums], sums, strict=False):
+                for before, i in behind_others(sums, lambda i: table.row(i).publish_latency):
                     for copy in (0, 1):
                         self._publish(CopyTask(copy, max(sums.values())), before, i)
         return tuple(self.made)
@@ -143,13 +143,12 @@ class _SyncWriter:
         before: set[tuple[tuple[object, int], ...]] = set()
         for i in bucket:
             seconds, mask = 0.0, 0
-            paths = home_sync_paths(builder, table, i, self.joint)
-            for steps in paths:
+            for steps in home_sync_paths(builder, table, i, self.joint):
                 kinds = tuple((step.collective, step.axis) for step in steps)
                 shared = self.joint.seconds(steps, 0) if kinds in before else 0.0
                 seconds += self.joint.seconds(steps, itemsize) - shared
                 mask |= self.joint.mask(steps)
-            before |= {tuple((step.collective, step.axis) for step in path) for path in paths}
+                before.add(kinds)
             yield timed([(seconds, mask)])
 
     def _update(self, task: CopyTask, i: int) -> None:

@@ -29,6 +29,7 @@ from stratagem.profiler.timing import session
 from stratagem.profiler.timing.operator_timing import count_outliers
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.core_pace import OVER_A_RUN
 from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
@@ -283,7 +284,9 @@ class TestPace:
         (operator, sizes), *_ = operators(1)
         cost = costs.operator_cost(operator, sizes, Direction.FORWARD, Training(), CPU)
         assert cost.seconds == pytest.approx(pace.reference_s**0.7)
-        assert cost.relative_error == pytest.approx(math.hypot(0.02, 0.7 * pace.spread))
+        assert cost.relative_error == pytest.approx(
+            math.hypot(0.02, 0.7 * OVER_A_RUN * pace.spread)
+        )
 
     def test_an_interrupted_profile_brings_what_it_has(self, cache, monkeypatch) -> None:
         machine = FakeMachine(monkeypatch, lambda moment: 1.0 if moment < 1 else 1.8, 1.0)

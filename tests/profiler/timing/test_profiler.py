@@ -458,11 +458,9 @@ class TestMeasuredCosts:
     def test_what_was_measured_is_preferred(self, cache):
         put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125, spread=0.07)
         cost = self.costs(cache).operator_cost(LINEAR, LINEAR.sizes, FORWARD, Training(), DEVICE)
-        assert (cost.seconds, cost.source, cost.relative_error) == (
-            0.125,
-            CostSource.MEASURED,
-            0.07,
-        )
+        assert (cost.seconds, cost.source) == (0.125, CostSource.MEASURED)
+        # Of nine runs that are 7 % apart: the standard error of their median.
+        assert cost.relative_error == pytest.approx(1.25 * 0.07 / 3)
 
     def test_another_device_type_is_the_fallbacks(self, cache):
         put(cache, LINEAR, LINEAR.sizes, FORWARD, 0.125)
