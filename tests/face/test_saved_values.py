@@ -50,6 +50,7 @@ RUN = sg.ExecutionResult(
     first_step=3,
     peak_bytes=(5 << 20, 3 << 20),
     wall_times=(0.02, 0.03),
+    reference_s=(4.1e-5, 5e-5),
     verdict=sg.Verdict({"loss": 1e-7}, {"loss": 1e-4}),
 )
 
@@ -299,7 +300,8 @@ def test_broken_results_are_refused(
 def test_a_loaded_run_is_compared_and_shown_as_the_first(tmp_path: Path) -> None:
     RUN.save(tmp_path / "run.json")
     loaded = sg.ExecutionResult.load(tmp_path / "run.json")
-    for name in ("losses", "step_times", "wall_times", "peak_bytes", "first_step", "no_graph"):
+    plain = ("losses", "step_times", "wall_times", "peak_bytes", "first_step", "no_graph")
+    for name in (*plain, "reference_s"):
         assert getattr(loaded, name) == getattr(RUN, name), name
     assert (loaded.provenance, loaded.verdict, loaded.backend) == (WHERE, RUN.verdict, "gloo")
     assert (loaded.step_time, loaded._repr_html_()) == (RUN.step_time, RUN._repr_html_())
@@ -330,7 +332,8 @@ def test_losses_that_are_no_numbers_are_kept_and_the_file_is_json() -> None:
 def test_result_files_from_before_are_read() -> None:
     """With what is no number as Python writes it, and without what later files tell."""
     content = json.loads(RUN.to_json())
-    for name in ("first_step", "peak_bytes", "no_graph", "provenance", "wall_times"):
+    lacking = ("first_step", "peak_bytes", "no_graph", "provenance", "wall_times", "reference_s")
+    for name in lacking:
         del content[name]
     content["losses"] = [1.0, math.nan]
     old = sg.ExecutionResult.from_json(json.dumps(content))

@@ -78,6 +78,7 @@ class TestLinks:
         fitted = fit_link(timings, "wire")
         assert fitted.bandwidth_gb_s == pytest.approx(2.0, rel=0.01)
         assert fitted.latency_us == pytest.approx(10.0, rel=0.01)
+        assert fitted.relative_error == pytest.approx(math.log(1.3), rel=0.01)
         assert all(
             fit.error == pytest.approx(math.log(1.3), rel=0.01) for fit in fit_collectives(timings)
         )

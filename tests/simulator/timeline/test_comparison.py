@@ -14,18 +14,20 @@ from examples.models import MLP
 from stratagem.executor import execute, model_state
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.runs.predicted_and_measured import WAITING, compare
+from stratagem.runs.shared_cores import shared_time, shares_beside
 from stratagem.simulator.base.tables import Unit
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.base.units import format_bytes
+from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.core_pace import StepPace
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
-from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, statistics
 from stratagem.simulator.torch_ops.capture.capture import capture
 
 KINDS = {kind.value: kind for kind in TaskKind}
@@ -227,3 +229,65 @@ def test_result_files_keep_memory_and_old_ones_are_read(tmp_path: Path) -> None:
     old = ExecutionResult.load(path)
     assert (old.peak_bytes, old.no_graph) == ((), "")
     assert compare(simulation, old).peaks == ()
+
+
+def test_a_run_on_slow_cores_is_compared_at_their_pace() -> None:
+    """Cores that take half as long again: products take 1.5 ** 0.6 times as long, bytes less."""
+    simulation, result = run([(0, 1), (2, 3)], "1f1b")
+    assert compare(simulation, result).at_pace is None
+    assert "cores" not in "".join(compare(simulation, result).notes)
+    paced = replace(simulation, pace=StepPace(4e-5, 0.6))
+    assert compare(paced, result).at_pace is None  # Nobody looked during the run.
+    slow = replace(result, reference_s=(7e-5, 5e-5, 6e-5, 6e-5))
+    comparison = compare(paced, slow)
+    exposed = statistics(simulation.timeline).exposed_communication.values()
+    moving = sum(exposed) / len(exposed) / simulation.step_time
+    assert 0 < moving < 1
+    wanted = simulation.step_time * ((1 - moving) * 1.5**0.6 + moving * 1.5**0.3)
+    assert comparison.at_pace == pytest.approx(wanted, rel=1e-6)
+    assert comparison.relative_error == compare(simulation, result).relative_error
+    (note,) = comparison.notes
+    assert "50% slower in the run" in note
+    assert format_duration(wanted) in note
+    fast = compare(paced, replace(result, reference_s=(2e-5,) * 4))
+    assert "50% faster in the run" in fast.notes[0]
+
+
+def test_a_pace_outlives_files(tmp_path: Path) -> None:
+    simulation, result = run([(0,), (1,)], "gpipe")
+    paced = replace(simulation, pace=StepPace(4e-5, 0.6))
+    slow = replace(result, reference_s=(5e-5, 5e-5))
+    paced.save(tmp_path / "step.json")
+    slow.save(tmp_path / "run.json")
+    loaded = Simulation.load(tmp_path / "step.json"), ExecutionResult.load(tmp_path / "run.json")
+    assert compare(*loaded).at_pace == compare(paced, slow).at_pace
+    assert compare(paced, slow).at_pace is not None
+    with pytest.raises(ValueError, match=r"'pipeline' was not simulated .* profile it on CPUs"):
+        simulation.at_pace(4e-5)
+
+
+def test_the_tasks_that_are_most_off_are_told_with_why() -> None:
+    simulation, result = run([(0, 1), (2, 3)], "1f1b")
+    comparison = compare(simulation, result)
+    assert [reason.row for reason in comparison.most_off] == list(comparison.tasks[:3])
+    assert all("predicted" in str(reason) for reason in comparison.most_off)
+    timeline = from_rows(
+        [
+            Row("a", TaskKind.FORWARD, "rank 0 · compute", 0, 100),
+            Row("b", TaskKind.GRADIENT_SYNC, "rank 0 · communication", 60, 200),
+            Row("c", TaskKind.UPDATE, "rank 1 · compute", 0, 300),
+        ],
+        label="measured",
+    )
+    shares = shares_beside(timeline)
+    assert shares == pytest.approx(
+        {
+            ("a", TaskKind.FORWARD): 0.4,
+            ("b", TaskKind.GRADIENT_SYNC): 40 / 140,
+            ("c", TaskKind.UPDATE): 0.0,
+        }
+    )
+    counted = shared_time(timeline)
+    assert counted[TaskKind.FORWARD] == pytest.approx({"rank 0": 80e-9, "rank 1": 0.0})
+    assert counted[TaskKind.GRADIENT_SYNC] == pytest.approx({"rank 0": 120e-9, "rank 1": 0.0})
+    assert counted[TaskKind.UPDATE] == pytest.approx({"rank 0": 0.0, "rank 1": 300e-9})
