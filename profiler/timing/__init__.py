@@ -2,5 +2,5 @@
 
 In:      operators, updates, collectives.
 Out:     entries of the cache.
-Imports: machine, cache, the simulator.
+Imports: machine, cache, basics, the simulator.
 """
