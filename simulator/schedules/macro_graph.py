@@ -36,6 +36,7 @@ and what it sends, waits for what its stage summed before it. So gradients that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -256,6 +257,17 @@ def transfer_name(stages: tuple[int, int], microbatch: int, part: int, num_slice
     """
     name = f"stage {stages[0]} ⇢ stage {stages[1]}, microbatch {microbatch}"
     return f"{name}, slice {part}" if num_slices > 1 else name
+
+
+def receiving_stage(task: str) -> int | None:
+    """The stage that a transfer goes to, by its name; None of any other task.
+
+    Example:
+        >>> receiving_stage("stage 0 ⇢ stage 1, microbatch 3"), receiving_stage("fc1 forward")
+        (1, None)
+    """
+    found = re.match(r"stage \d+ ⇢ stage (\d+), ", task)
+    return int(found[1]) if found else None
 
 
 def _finished(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from stratagem.runs.shared_cores import shared_time, shares_beside
+from stratagem.runs.shared_cores import shared_time, shares_beside, with_receivers
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.drawing.timeline_plot import plot_timelines
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, ranks_of
+from stratagem.simulator.schedules.macro_graph import receiving_stage
 from stratagem.simulator.simulation.simulation import Simulation
 from stratagem.simulator.timeline.chrome_trace import write_trace
 from stratagem.simulator.timeline.step_difference import TimelineDiff, diff_timelines
@@ -421,8 +422,7 @@ def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:
 
 
 def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
-    by_group = _way_to_count(predicted)
-    ours, theirs = (_time_by_kind(by_group(each.timeline)) for each in (predicted, measured))
+    ours, theirs = (_time_by_kind(by_kind) for _, by_kind in _counted(predicted, measured))
     whole = ComparisonRow(WHOLE, predicted.step_time, measured.step_time)
     parts = [
         ComparisonRow(kind.value, ours[kind], theirs[kind])
@@ -434,9 +434,9 @@ def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
 
 def _stage_rows(predicted: Timed, measured: Timed) -> tuple[StageRow, ...]:
     stage_of = _stages_of_ranks(predicted.plan) if isinstance(predicted, Simulation) else {}
-    by_group = _way_to_count(predicted)
-    ours = _time_by_stage(predicted.timeline, {}, by_group)
-    theirs = _time_by_stage(measured.timeline, stage_of, by_group)
+    (ours_counted, theirs_counted) = _counted(predicted, measured)
+    ours = _time_by_stage(*ours_counted, {})
+    theirs = _time_by_stage(*theirs_counted, stage_of)
     return tuple(
         StageRow(what, ours[stage][what], theirs[stage][what], stage)
         for stage in ours
@@ -477,20 +477,31 @@ TimeByGroup = Mapping[TaskKind, Mapping[str, float]]
 """Seconds of each kind of task on each group of lanes."""
 
 
-def _way_to_count(predicted: Timed) -> Callable[[Timeline], TimeByGroup]:
-    """How to count what is at once: in equal parts where communication wants the same cores."""
-    if isinstance(predicted, Simulation) and predicted.plan.cluster.intra_node.shares_compute:
-        return shared_time
-    return _time_by_group
+def _counted(
+    predicted: Timed, measured: Timed
+) -> tuple[tuple[Timeline, TimeByGroup], tuple[Timeline, TimeByGroup]]:
+    """Both timelines as they are counted, and where their time goes.
+
+    Where communication wants the cores that compute, what is at once gets equal parts of them, and
+    who waits for a message communicates.
+    """
+    ours, theirs = predicted.timeline, measured.timeline
+    plan = predicted.plan if isinstance(predicted, Simulation) else None
+    if plan is None or not plan.cluster.intra_node.shares_compute:
+        return (ours, _time_by_group(ours)), (theirs, _time_by_group(theirs))
+    if not plan.is_mirrored:
+        groups = [plan.group(stage) for stage in range(len(plan.stages))]
+        ours = with_receivers(
+            ours, lambda task: groups[to] if (to := receiving_stage(task)) is not None else None
+        )
+    return (ours, shared_time(ours)), (theirs, shared_time(theirs))
 
 
 def _time_by_stage(
-    timeline: Timeline,
-    stage_of: Mapping[str, str],
-    by_group: Callable[[Timeline], TimeByGroup],
+    timeline: Timeline, by_kind: TimeByGroup, stage_of: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
     """Per stage the mean seconds of its devices on every kind of task, and waiting."""
-    by_kind, idle = by_group(timeline), statistics(timeline).idle
+    idle = statistics(timeline).idle
     groups: dict[str, list[str]] = {}
     for group in idle:
         groups.setdefault(stage_of.get(group, group), []).append(group)

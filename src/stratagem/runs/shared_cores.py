@@ -8,13 +8,13 @@ in which the device was not idle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.timeline.timeline import Timeline, lane_group
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_group, lane_name
 
 TaskName = tuple[str, TaskKind]
 
@@ -89,3 +89,55 @@ def _covered(timeline: Timeline, rows: Ints, places: Ints) -> Ints:
     np.add.at(changes, np.searchsorted(places, timeline.start[rows]), 1)
     np.add.at(changes, np.searchsorted(places, timeline.end[rows]), -1)
     return (np.cumsum(changes)[:-1] > 0).astype(np.int64)
+
+
+def with_receivers(timeline: Timeline, group_of: Callable[[str], str | None]) -> Timeline:
+    """A predicted timeline in which who waits for a message communicates, too.
+
+    A run says so of both ends, a prediction of the sender: what a receiver has to do meanwhile it
+    does. So only the part of a transfer in which it has nothing to do counts.
+
+    Args:
+        timeline: of a step.
+        group_of: the group of lanes that receives a task, by its name; None of any other task.
+    """
+    busy = {group: _busy(timeline, rows) for group, rows in _rows_by_group(timeline).items()}
+    rows = [
+        Row(name, kind, timeline.lanes[lane], int(start), int(end))
+        for name, kind, lane, start, end in zip(
+            timeline.names,
+            timeline.kinds,
+            timeline.lane.tolist(),
+            timeline.start.tolist(),
+            timeline.end.tolist(),
+            strict=True,
+        )
+    ]
+    waits = [
+        row._replace(lane=lane_name(group, "received"), start=start, end=end)
+        for row in rows
+        if (group := group_of(row.name)) in busy and group is not None
+        for start, end in _between(busy[group], row.start, row.end)
+    ]
+    return from_rows([*rows, *waits], label=timeline.label)
+
+
+def _busy(timeline: Timeline, rows: Ints) -> list[tuple[int, int]]:
+    """From when to when any of these tasks is under way, in order."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(zip(timeline.start[rows], timeline.end[rows], strict=True)):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], int(end))
+        else:
+            found.append((int(start), int(end)))
+    return found
+
+
+def _between(busy: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a span outside of others."""
+    for begun, over in busy:
+        if start < min(begun, end):
+            yield start, min(begun, end)
+        start = max(start, over)
+    if start < end:
+        yield start, end
