@@ -150,9 +150,10 @@ class StepSlopes:
 def price_errors(model: PlanModel) -> dict[PriceGroup, float]:
     """How far each group of prices may be off: one standard deviation, a share of them.
 
-    Kernels by what the cost model says of them, weighted by the time that they take; nobody states
-    errors of updates and links, which get those of all kernels. Where no step of the cluster was
-    measured, each group is also off by as much as clusters are apart.
+    Kernels by what the cost model says of them, weighted by the time that they take; links by what
+    they say themselves. Nobody states errors of updates, nor of links that were not measured,
+    which get those of all kernels. Where no step of the cluster was measured, each group is also
+    off by as much as clusters are apart.
 
     Example:
         >>> price_errors(plan_model(plan, graph, costs))[PriceGroup.INSIDE]  # doctest: +SKIP
@@ -167,8 +168,15 @@ def price_errors(model: PlanModel) -> dict[PriceGroup, float]:
             told = float(row.passes_ns[0]), float(row.relative_error[0])
             found.setdefault(group, []).append(told)
     rest = _weighted(pair for pairs in found.values() for pair in pairs)
-    kernels = {group: _weighted(found.get(group, ())) for group in _KERNELS}
-    return {group: math.hypot(kernels.get(group, rest), spread) for group in PriceGroup}
+    known = {group: _weighted(found.get(group, ())) for group in _KERNELS}
+    cluster = model.plan.cluster
+    for group, link in (
+        (PriceGroup.INSIDE, cluster.intra_node),
+        (PriceGroup.BETWEEN, cluster.inter_node),
+    ):
+        if link.relative_error:
+            known[group] = link.relative_error
+    return {group: math.hypot(known.get(group, rest), spread) for group in PriceGroup}
 
 
 _KERNELS = (PriceGroup.PRODUCTS, PriceGroup.OTHERS)

@@ -104,6 +104,9 @@ def test_errors_are_those_that_are_stated() -> None:
     measured_by_nobody = replace(plan, cluster=replace(plan.cluster, calibration=Calibration()))
     model = plan_model(measured_by_nobody, graph, COSTS)
     assert price_errors(model)[PriceGroup.INSIDE] == pytest.approx(math.hypot(0.15, 0.25))
+    said = replace(plan.cluster, intra_node=replace(plan.cluster.intra_node, relative_error=0.4))
+    errors = price_errors(plan_model(replace(plan, cluster=said), graph, COSTS))
+    assert [round(errors[group], 6) for group in LINKS] == [0.4, 0.15]
 
 
 def test_draws_have_the_errors_that_they_are_given() -> None:
