@@ -7,11 +7,13 @@ with its queue meanwhile, and waits only where launches take longer than kernels
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 
+from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import (
     Launched,
@@ -21,6 +23,8 @@ from stratagem.profiler.cache.timing_keys import (
     launched_key,
 )
 from stratagem.profiler.machine.device_clocks import describe_environment, num_threads
+from stratagem.profiler.timing.core_paces import brought, keep_pace
+from stratagem.simulator.hardware.core_pace import OF_PRODUCTS
 from stratagem.simulator.kernel_times.cost_model import Direction
 
 Part = TypeVar("Part")
@@ -44,7 +48,8 @@ def profile_dispatch(
         4.5e-05
 
     Args:
-        cache: where it is kept.
+        cache: where it is kept, at the pace of the other times: an interpreter works in the caches
+            of its core, as products do.
         measure: what runs, such as
             `stratagem.calibration.executor_measurements.executor_dispatch`.
         threads: of one kernel on a CPU.
@@ -52,8 +57,20 @@ def profile_dispatch(
     """
     environment = describe_environment(threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}
+    reference = ReferenceKernel(torch.device("cpu"))
+
+    def at_one_pace() -> dict[Direction, Measurement]:
+        looks = [reference.seconds()]
+        measured = measure()
+        looks.append(reference.seconds())
+        pace = keep_pace(cache, environment, looks)
+        return {
+            direction: brought(each, statistics.fmean(looks), pace, OF_PRODUCTS)
+            for direction, each in measured.items()
+        }
+
     with num_threads(threads):
-        return _once(cache, keys, measure)
+        return _once(cache, keys, at_one_pace)
 
 
 MeasureLaunches = Callable[[], dict[Launched, Measurement]]
