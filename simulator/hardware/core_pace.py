@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-STEP_ERROR = 0.05
+STEP_ERROR = 0.1
 """What steps on processes of one machine are off beside the errors of kernels and links and the
 pace of the cores: one standard deviation, see `benchmarks.local_fidelity`."""
 OVER_A_RUN = 0.7
