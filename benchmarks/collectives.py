@@ -28,7 +28,8 @@ from scipy.optimize import least_squares
 
 from benchmarks.kernel_data import kernel_folder, rows_of
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis, axis_link
 
 PRESETS = {

@@ -46,7 +46,8 @@ from benchmarks.kernel_data import (
     vidur_traffic,
 )
 from stratagem.simulator.base.arrays import Floats
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink
 from stratagem.simulator.hardware.device_type import DeviceType
 

@@ -33,7 +33,7 @@ from stratagem.executor.communication.communicator import (
 )
 from stratagem.executor.communication.endings import Ending
 from stratagem.executor.communication.process_member import ProcessMember, packed, prepared
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 
 PIECE, MESSAGE = 1, 2
 """Tags of the pieces of gathers and scatters, and the first of those that a plan sends."""

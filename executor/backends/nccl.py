@@ -47,7 +47,7 @@ from stratagem.executor.cuda.nccl_calls import Among, Begun, Wire, rounds, worth
 from stratagem.executor.cuda.own_gpu import claim, own_gpu
 from stratagem.executor.cuda.streams import CudaStreams, Event, Graph, Stream, Streams
 from stratagem.executor.cuda.torch_memory_for_cupy import use_torch_memory
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 
 NCCL_KEY = "nccl"
 """Under which the first rank tells the others how NCCL finds it."""

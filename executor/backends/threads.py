@@ -32,7 +32,7 @@ from stratagem.executor.communication.thread_world import Aborted, CollectiveCal
 from stratagem.executor.cuda.event_clock import EventClock
 from stratagem.executor.cuda.handover import Handover
 from stratagem.executor.cuda.streams import CudaStreams, Streams
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 
 T = TypeVar("T")
 STOP_SECONDS = 5.0

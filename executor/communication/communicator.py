@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.communication.endings import Ending
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 
 if TYPE_CHECKING:
     from stratagem.executor.communication.clocks import Clock

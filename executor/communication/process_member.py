@@ -19,7 +19,7 @@ from stratagem.executor.communication.communicator import (
     ring_bytes,
     unequal_shapes,
 )
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 
 
 class Member:

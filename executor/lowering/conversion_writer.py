@@ -11,7 +11,7 @@ from stratagem.executor.program.instructions.operands import Meeting
 from stratagem.executor.program.instructions.treatments import Treatment, carried_dtype
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Config, Pin, Placements, Shard
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout
 from stratagem.simulator.sharding.mesh_transfers import Transfer

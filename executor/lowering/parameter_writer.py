@@ -34,7 +34,7 @@ from stratagem.executor.program.instructions.treatments import StoredAs
 from stratagem.executor.program.programs import Stored
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Pin, Placements
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum

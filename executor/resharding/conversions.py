@@ -20,7 +20,7 @@ from stratagem.executor.communication.communicator import Communicator, Group, P
 from stratagem.executor.cuda.nccl_calls import end_to_end
 from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut, cut_part
 from stratagem.simulator.graph.placement import FLAT, Pin, Shard
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, intersection

@@ -19,7 +19,7 @@ from stratagem.profiler.cache.timing_keys import (
     TimingEntry,
     TimingKey,
 )
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.provenance import Environment

@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from stratagem.profiler.cache.canonical_operators import canonical_operator
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.training import OPTIMIZER_STATES, Training
 from stratagem.simulator.operators.operator import Dim, DimKind, Operator

@@ -34,7 +34,7 @@ from stratagem.profiler.cache.timing_keys import (
     Measurement,
 )
 from stratagem.simulator.base.misspelt_names import unknown
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.plan.provenance import Environment
 from stratagem.simulator.torch_ops.kernels.library_versions import dotted
 

@@ -19,7 +19,8 @@ from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import IN_A_NODE, CollectiveKey, Measurement
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.hardware.cluster import GroupFigures, Link
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective, KindFactor
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink
 from stratagem.simulator.plan.provenance import Environment
 
@@ -259,8 +260,9 @@ def fit_link(
     """The link whose model explains `timings` best: least squares of logarithms.
 
     Messages between two ranks give its latency and bandwidth, collectives those of groups of their
-    size (`Link.by_group_size`); where there are only messages or only collectives, they give both.
-    Its error is that of whichever fits worse, as a root mean square of logarithms.
+    size (`Link.by_group_size`), from which each kind differs by a factor of its own; where there
+    are only messages or only collectives, they give both. The link's error is that of whichever
+    fits worse, as a root mean square of logarithms.
 
     Example:
         >>> small = CollectiveTiming(Collective.SEND, 10**4, 2, 2e-5)
@@ -282,19 +284,38 @@ def fit_link(
     errors: list[float] = []
     for size in sorted({timing.size for timing in timings if timing.kind is not Collective.SEND}):
         found = [t for t in timings if t.size == size and t.kind is not Collective.SEND]
-        latency, per_byte, error = _alpha_beta(found, f"link {name!r}, groups of {size}")
+        latency, per_byte, _ = _alpha_beta(found, f"link {name!r}, groups of {size}")
+        by_kind, error = _by_kind(found, _plain_link(latency, per_byte))
         errors.append(error)
         wait = statistics.fmean(timing.wait for timing in found)
-        groups.append(GroupFigures(size, 1e-9 / per_byte, latency * 1e6, wait=wait))
+        groups.append(
+            GroupFigures(size, 1e-9 / per_byte, latency * 1e6, wait=wait, by_kind=by_kind)
+        )
     latency, per_byte, error = _alpha_beta(messages or timings, f"link {name!r}")
+    errors += [error] if messages or not groups else []
     return Link(
         name,
         1e-9 / per_byte,
         latency * 1e6,
         shares_compute,
         by_group_size=tuple(groups),
-        relative_error=round(max([error, *errors]), ERROR_DIGITS),
+        relative_error=round(max(errors), ERROR_DIGITS),
     )
+
+
+def _by_kind(
+    timings: Sequence[CollectiveTiming], link: AxisLink
+) -> tuple[tuple[KindFactor, ...], float]:
+    """How each kind differs from the figures of all, and the error that is left."""
+    off: dict[Collective, list[float]] = {}
+    for each in timings:
+        said = collective_time(each.kind, each.nbytes, each.size, link)
+        off.setdefault(each.kind, []).append(math.log(each.seconds / said))
+    means = {kind: statistics.fmean(logarithms) for kind, logarithms in off.items()}
+    left = [each - means[kind] for kind, logarithms in off.items() for each in logarithms]
+    factors = (KindFactor(kind, round(math.exp(m), ERROR_DIGITS)) for kind, m in means.items())
+    error = math.sqrt(statistics.fmean(each**2 for each in left))
+    return tuple(factor for factor in factors if factor.factor != 1.0), error
 
 
 def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, float, float]:

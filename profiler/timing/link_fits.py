@@ -20,7 +20,8 @@ from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_li
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 
 NCCL = "nccl"

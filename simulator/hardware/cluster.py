@@ -17,6 +17,7 @@ from stratagem.simulator.base.files import decode, encode, plain_number
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
+from stratagem.simulator.hardware.collective_kinds import KindFactor
 from stratagem.simulator.hardware.device_type import DeviceType
 
 
@@ -38,6 +39,7 @@ class GroupFigures:
     latency_us: float
     piece_us: float = 0.0
     wait: float = 0.0
+    by_kind: tuple[KindFactor, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 2:
@@ -47,6 +49,9 @@ class GroupFigures:
         for name in ("piece_us", "wait"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{where}: {name} is {getattr(self, name)}; it must be ≥ 0")
+        kinds = [each.kind for each in self.by_kind]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"{where}: by_kind lists a kind of collective twice; list each once")
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,13 @@ class Link:
             return 0.0
         low, high, share = self._around(size)
         return low.wait + share * (high.wait - low.wait)
+
+    def by_kind(self, size: int) -> tuple[KindFactor, ...]:
+        """What is said of single kinds of collectives in groups of the nearest size listed."""
+        if not self.by_group_size:
+            return ()
+        low, high, share = self._around(size)
+        return (low if share < 0.5 else high).by_kind
 
     def _around(self, size: int) -> tuple[GroupFigures, GroupFigures, float]:
         """The listed groups below and above a size, and how far it is from one to the other."""

@@ -33,24 +33,8 @@ import enum
 import math
 from dataclasses import replace
 
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.device_mesh import AxisLink
-
-
-class Collective(enum.Enum):
-    """A communication along one mesh axis."""
-
-    __hash__ = object.__hash__  # Members are the same by identity; Enum hashes their names.
-
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
-    BROADCAST = "broadcast"
-    SCATTER = "scatter"
-    GATHER = "gather"
-    REDUCE = "reduce"
-    SEND = "send"
-    SLICE = "slice"
 
 
 class Algorithm(enum.Enum):
@@ -73,7 +57,7 @@ def collective_time(kind: Collective, nbytes: float, size: int, link: AxisLink) 
     """
     if size == 1 or kind is Collective.SLICE:
         return 0.0
-    return min(algorithm_times(kind, nbytes, size, link).values())
+    return link.factor(kind) * min(algorithm_times(kind, nbytes, size, link).values())
 
 
 def collective_latency(kind: Collective, nbytes: float, size: int, link: AxisLink) -> float:
@@ -87,7 +71,8 @@ def collective_latency(kind: Collective, nbytes: float, size: int, link: AxisLin
     if size == 1 or kind is Collective.SLICE:
         return 0.0
     times = algorithm_times(kind, nbytes, size, link)
-    return algorithm_times(kind, 0.0, size, link)[min(times, key=times.__getitem__)]
+    chosen = min(times, key=times.__getitem__)
+    return link.factor(kind) * algorithm_times(kind, 0.0, size, link)[chosen]
 
 
 def algorithm_times(

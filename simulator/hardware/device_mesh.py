@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator.hardware.cluster import Cluster, Link
+from stratagem.simulator.hardware.collective_kinds import Collective, KindFactor
 from stratagem.simulator.hardware.device_type import GIB, DeviceType
 
 
@@ -29,7 +30,8 @@ class AxisLink:
     `crosses_nodes` says which link class it occupies: the one between nodes or the one inside.
     Where a group has several `members` on each of several nodes, the bytes are those that leave a
     node, whichever member sends them, and `inside` is the link between the members of a node.
-    `wait` is the share of their computing that members wait for each other (see `GroupFigures`).
+    `wait` is the share of their computing that members wait for each other (see `GroupFigures`),
+    `by_kind` what is said of single kinds of collectives.
     """
 
     latency: float
@@ -40,6 +42,14 @@ class AxisLink:
     inside: AxisLink | None = None
     seconds_per_piece: float = 0.0
     wait: float = 0.0
+    by_kind: tuple[KindFactor, ...] = ()
+
+    def factor(self, kind: Collective) -> float:
+        """How many times as long a kind of collective takes as the figures say."""
+        for each in self.by_kind:
+            if each.kind is kind:
+                return each.factor
+        return 1.0
 
     def num_nodes(self, size: int) -> int:
         """Nodes of a group of `size` members."""
@@ -191,4 +201,5 @@ def axis_link(link: Link, crosses_nodes: bool, sharers: float, size: int = 2) ->
         link.shares_compute,
         seconds_per_piece=piece,
         wait=link.wait(size),
+        by_kind=link.by_kind(size),
     )

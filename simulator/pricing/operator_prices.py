@@ -23,7 +23,8 @@ from stratagem.simulator.graph.placement import (
     weight_gradient_placements,
 )
 from stratagem.simulator.hardware.cluster import Calibration
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask

@@ -40,11 +40,8 @@ from stratagem.simulator.graph.placement import (
     smallest_shard,
     splits_of,
 )
-from stratagem.simulator.hardware.collective_times import (
-    Collective,
-    collective_latency,
-    collective_time,
-)
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_latency, collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink
 from stratagem.simulator.hardware.resources import link_mask
 from stratagem.simulator.sharding._shortest_paths import shortest_paths

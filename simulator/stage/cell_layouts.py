@@ -35,7 +35,7 @@ from stratagem.simulator.graph.placement import (
     weight_gradient_placements,
     weight_placements,
 )
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder

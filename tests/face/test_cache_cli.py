@@ -27,7 +27,7 @@ from stratagem.profiler.cache.rows import row_of
 from stratagem.profiler.cache.timing_keys import CacheEntry, CollectiveEntry
 from stratagem.profiler.imports.importing import FileFormat, import_file
 from stratagem.simulator.graph.models import mlp
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 
 HERE = Environment("AMD EPYC", "2.13")

@@ -33,7 +33,7 @@ from stratagem.profiler.imports.importing import import_file
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base import files
 from stratagem.simulator.graph.models import gpt
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.simulation.simulation import simulate_plan

@@ -20,7 +20,7 @@ from stratagem.executor.program.instructions.treatments import Treatment, carrie
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import Pin, Placements, local_elements
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.operators.operator import Layout
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.resharding_paths import ReshardingStep

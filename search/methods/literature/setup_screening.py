@@ -27,7 +27,8 @@ from stratagem.searcher.space.strategies import with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
 from stratagem.simulator.pipeline.pipeline import PlannedPipeline
 from stratagem.simulator.pipeline.priced_pipeline import (

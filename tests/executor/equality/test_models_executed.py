@@ -14,7 +14,7 @@ from stratagem.executor.lowering.lower import lower
 from stratagem.executor.program.instructions import Convert, Forward
 from stratagem.searcher.space.strategies import expert_parallel
 from stratagem.simulator.graph.placement import Pin, Shard
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan

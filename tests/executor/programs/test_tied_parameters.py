@@ -13,7 +13,7 @@ from stratagem.executor.program.instructions import Bundle, Convert
 from stratagem.executor.program.programs import Program
 from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.graph.placement import FLAT, REPLICATE, Config, local_elements
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator

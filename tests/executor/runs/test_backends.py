@@ -20,7 +20,7 @@ import torch
 from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator, ring_bytes
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from tests.support.workers.communicator_calls import operations, ramp
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from stratagem.profiler import (
     TimingKey,
     cache_path,
 )
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output
 

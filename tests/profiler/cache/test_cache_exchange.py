@@ -23,7 +23,7 @@ from stratagem.profiler.cache.csv_and_json import CSV_COLUMNS, from_csv, from_js
 from stratagem.profiler.cache.rows import row_of
 from stratagem.profiler.cache.timing_keys import CacheEntry
 from stratagem.simulator.graph.models import gpt
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 
 FORMATS = {"csv": (to_csv, from_csv), "json": (to_json, from_json)}

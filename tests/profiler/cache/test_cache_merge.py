@@ -21,7 +21,7 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.cache.rows import row_of
 from stratagem.profiler.cache.timing_keys import CacheEntry
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Dim, DimKind, Operator
 from tests.support.examples import examples

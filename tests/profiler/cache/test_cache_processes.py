@@ -11,7 +11,7 @@ COMMON = """
 import json, os, random, signal, sqlite3, sys, time
 from stratagem.profiler import CollectiveKey, Environment, Measurement, TimingCache, TimingKey
 from stratagem.profiler.cache.timing_keys import TimingEntry
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import Direction
 from stratagem.simulator.operators.operator import Dim, DimKind, Input, Operator, Output
 

@@ -6,7 +6,7 @@ import pytest
 
 from stratagem.profiler import Environment, Measurement
 from stratagem.profiler.imports.nccl_tests import looks_like_nccl_tests, read_nccl_tests
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 
 _HALF = "   time   algbw   busbw #wrong"
 HEADINGS = (

@@ -22,7 +22,8 @@ from stratagem.profiler.timing.collective_timing import KINDS
 from stratagem.profiler.timing.link_fits import fitted_links, price
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Calibration, Cluster, Link
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import axis_link
 from stratagem.simulator.plan.provenance import Environment
 from tests.profiler.costs.test_nccl_tests import log, row

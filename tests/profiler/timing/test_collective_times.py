@@ -22,7 +22,8 @@ from stratagem.profiler import (
 from stratagem.profiler.timing import collective_timing
 from stratagem.profiler.timing.collective_timing import KINDS, MESSAGE_ROUNDS, ROUNDS
 from stratagem.simulator.hardware.cluster import Link
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import axis_link
 from tests.support.brief_timing import collectives_timed_once
 
@@ -82,6 +83,24 @@ class TestLinks:
         assert all(
             fit.error == pytest.approx(math.log(1.3), rel=0.01) for fit in fit_collectives(timings)
         )
+
+    def test_kinds_that_are_unlike_have_factors(self):
+        """A pooled fit alone priced ZeRO's sums at half of what they took between processes."""
+        link = axis_link(Link("wire", 2.0, 10.0), False, 1)
+        times = {Collective.ALL_REDUCE: 1.0, Collective.REDUCE_SCATTER: 1.6}
+        timings = [
+            CollectiveTiming(kind, n, 4, factor * collective_time(kind, n, 4, link))
+            for kind, factor in times.items()
+            for n in (2**12, 2**16, 2**20, 2**24)
+        ]
+        found = axis_link(fit_link(timings, "wire"), False, 1, 4)
+        for each in timings:
+            said = collective_time(each.kind, each.nbytes, each.size, found)
+            assert said == pytest.approx(each.seconds, rel=1e-3)
+        assert fit_link(timings, "wire").relative_error == pytest.approx(0, abs=1e-3)
+        ratio = found.factor(Collective.REDUCE_SCATTER) / found.factor(Collective.ALL_REDUCE)
+        assert ratio == pytest.approx(1.6, rel=1e-3)
+        assert found.factor(Collective.ALL_TO_ALL) == 1
 
     def test_one_timing_is_too_few(self):
         timing = CollectiveTiming(Collective.SEND, 10, 2, 1.0)

@@ -35,7 +35,7 @@ from stratagem.simulator.graph.substitutions import (
     rewritten_by,
 )
 from stratagem.simulator.graph.substitutions.edits import nameless
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import CostModel, Direction, RooflineCosts

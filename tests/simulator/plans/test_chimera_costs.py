@@ -15,7 +15,8 @@ from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.reference_engines import simulate_simpy
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.schedules.macro_draft import ALL

@@ -22,9 +22,9 @@ from stratagem.simulator.hardware.cluster import (
     Link,
     preset_names,
 )
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.collective_times import (
     Algorithm,
-    Collective,
     algorithm_times,
     collective_time,
 )

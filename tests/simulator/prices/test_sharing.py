@@ -30,7 +30,7 @@ from stratagem.simulator.graph.placement import (
     output_placements,
 )
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training

@@ -16,7 +16,8 @@ from stratagem.simulator.graph.placement import (
     smallest_shard,
 )
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.hardware.collective_times import Collective, collective_time
+from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
 from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.sharding.resharding_paths import (

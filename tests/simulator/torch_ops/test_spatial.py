@@ -26,7 +26,7 @@ from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard, check_config, local_sizes
-from stratagem.simulator.hardware.collective_times import Collective
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts, local_operator
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator, shape_of
