@@ -12,11 +12,9 @@ from stratagem.profiler.cache.timing_keys import (
 from stratagem.profiler.costs.learn_from_runs import learn
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
 from stratagem.profiler.machine.device_clocks import describe_environment
+from stratagem.profiler.timing.collective_fits import CollectiveFit, fit_collectives, fit_link
 from stratagem.profiler.timing.collective_timing import (
-    CollectiveFit,
     CollectiveTiming,
-    fit_collectives,
-    fit_link,
     keep_collectives,
     time_collectives,
 )

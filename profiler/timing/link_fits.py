@@ -16,7 +16,8 @@ import numpy as np
 import scipy
 
 from stratagem.profiler.cache.timing_keys import BETWEEN_NODES, IN_A_NODE, CollectiveEntry
-from stratagem.profiler.timing.collective_timing import CollectiveTiming, fit_link
+from stratagem.profiler.timing.collective_fits import fit_link
+from stratagem.profiler.timing.collective_timing import CollectiveTiming
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.hardware.cluster import Cluster, GroupFigures, Link

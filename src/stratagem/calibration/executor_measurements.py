@@ -24,7 +24,8 @@ from stratagem.executor.running.launch import run_ranks
 from stratagem.executor.state.gradient_lists import GradientChange
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.profiler.cache.timing_keys import Launched, Measurement, summarise
-from stratagem.profiler.timing.collective_timing import REPEATS, CollectiveTiming, fit_link
+from stratagem.profiler.timing.collective_fits import fit_link
+from stratagem.profiler.timing.collective_timing import REPEATS, CollectiveTiming
 from stratagem.profiler.timing.operator_timing import Effort, evictor, time_operator
 from stratagem.simulator.base.files import decode, read_text
 from stratagem.simulator.graph.models import gpt

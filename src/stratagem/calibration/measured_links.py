@@ -15,12 +15,8 @@ from stratagem.calibration.executor_measurements import (
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.machine.device_clocks import describe_environment
-from stratagem.profiler.timing.collective_timing import (
-    CollectiveFit,
-    fit_collectives,
-    fit_link,
-    keep_collectives,
-)
+from stratagem.profiler.timing.collective_fits import CollectiveFit, fit_collectives, fit_link
+from stratagem.profiler.timing.collective_timing import keep_collectives
 from stratagem.profiler.timing.link_fits import FittedLinks, fitted_links
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.hardware.cluster import Cluster
