@@ -8,7 +8,7 @@ of a bucket to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -45,27 +45,6 @@ def spared_latency(before: Sequence[Latency] | None, behind: Sequence[Latency]) 
         for there in ahead
     ]
     return np.rint(np.array(spared) * 1e9).astype(np.int64)
-
-
-def behind_others(
-    bucket: Iterable[int], latencies: Callable[[int], Sequence[Latency]]
-) -> Iterator[tuple[int | None, int]]:
-    """Each operator of a bucket with the last before it that may have sent something.
-
-    Example:
-        >>> paths = {4: [{"all_reduce@0": (1, 1e-6)}], 3: [{}], 2: [{"all_reduce@0": (1, 1e-6)}]}
-        >>> list(behind_others([4, 3, 2], paths.__getitem__))
-        [(None, 4), (4, 3), (4, 2)]
-
-    Args:
-        bucket: numbers of operators, in the order in which they come in.
-        latencies: of an operator, by choice.
-    """
-    before = None
-    for i in bucket:
-        yield before, i
-        if any(seconds > 0 for each in latencies(i) for _, seconds in each.values()):
-            before = i
 
 
 def shortened(timed: PricedTime, spared: Ints) -> PricedTime:

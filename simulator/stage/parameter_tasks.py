@@ -26,7 +26,7 @@ from operator import attrgetter
 from stratagem.simulator.base.arrays import Flags
 from stratagem.simulator.pricing.cost_rows import PricedTime
 from stratagem.simulator.pricing.cost_table import CostTable
-from stratagem.simulator.pricing.shared_latency import behind_others, shortened, spared_latency
+from stratagem.simulator.pricing.shared_latency import shortened, spared_latency
 from stratagem.simulator.sharding.parameter_homes import gather_buckets, gradient_buckets
 from stratagem.simulator.stage.recompute_triggers import Triggers
 from stratagem.simulator.stage.stage_blocks import PREFETCH, BlockDraft, Pool, TaskRole
@@ -52,7 +52,7 @@ class ParameterTasks:
         for bucket in self._buckets():
             full = self._full(draft, bucket, [done[i] for i in bucket])
             updates = []
-            for before, i in self._behind_others(bucket, "sync_latency"):
+            for before, i in zip([None, *bucket], bucket, strict=False):
                 updates.append(self._update(draft, i, before, full, done, over))
                 if not self.bucket_bytes:
                     self._publish(draft, i, None, updates)
@@ -61,7 +61,7 @@ class ParameterTasks:
                     self._tie(draft, k, TaskRole.TIE_PUBLISH, timed, updates[-1:])
             if self.bucket_bytes:
                 ready = self._full(draft, bucket, updates)
-                for before, i in self._behind_others(bucket, "publish_latency"):
+                for before, i in zip([None, *bucket], bucket, strict=False):
                     self._publish(draft, i, before, ready)
 
     def _full(self, draft: BlockDraft, bucket: Sequence[int], tasks: Sequence[int]) -> list[int]:
@@ -136,7 +136,7 @@ class ParameterTasks:
     def gather(self, draft: BlockDraft, bucket: Sequence[int], after: Sequence[int]) -> int:
         """Bring the parameters of a bucket together; the task behind which all are there."""
         gathers = []
-        for before, i in self._behind_others(bucket, "gather_latency"):
+        for before, i in zip([None, *bucket], bucket, strict=False):
             timed = self._behind(before, i, self.table.row(i).gather, "gather_latency")
             base = self.pool.add(timed)
             ends = before, i
@@ -144,11 +144,6 @@ class ParameterTasks:
                 self._of_bucket(draft, "gather", TaskRole.GATHER, ends, (base, base), after)
             )
         return self._full(draft, bucket, gathers)[0]
-
-    def _behind_others(
-        self, bucket: Sequence[int], latency: str
-    ) -> Iterator[tuple[int | None, int]]:
-        return behind_others(bucket, lambda i: getattr(self.table.row(i), latency))
 
     def _behind(self, before: int | None, i: int, timed: PricedTime, latency: str) -> PricedTime:
         """Times of operator `i` less what it spares behind the one `before` it in its bucket."""

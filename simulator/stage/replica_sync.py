@@ -25,7 +25,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.operators.operator import factor_sizes
 from stratagem.simulator.pricing.cost_rows import PricedTime, timed
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.pricing.shared_latency import behind_others, shortened, spared_latency
+from stratagem.simulator.pricing.shared_latency import shortened, spared_latency
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
 from stratagem.simulator.schedules.macro_draft import ALL, CopyTask
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
@@ -131,7 +131,7 @@ class _SyncWriter:
                 for copy in (0, 1):
                     self._update(CopyTask(copy, number), i)
             if self.bucket_bytes:
-                for before, i in behind_others(sums, lambda i: table.row(i).publish_latency):
+                for before, i in zip([None, *sums], sums, strict=False):
                     for copy in (0, 1):
                         self._publish(CopyTask(copy, max(sums.values())), before, i)
         return tuple(self.made)

@@ -203,7 +203,7 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
     assert len(asked) == len(set(asked)) < len(every)
     first = situation.simulate(situation.plan(start, choices, name="first"))
     refiner = Refiner(near, lambda simulation: True)
-    assert refiner.refine(start, first, 100)[1].step_time > 1.2 * best
+    assert refiner.refine(start, first, 100)[1].step_time > 1.15 * best
 
 
 def tight(graph: OperatorGraph, share: float) -> tuple[Situation, Skeleton]:
@@ -304,7 +304,7 @@ def test_a_search_walks_within_its_budget_and_constraints() -> None:
 
 
 def crooked() -> OperatorGraph:
-    return mlp([8192, 64, 4096, 1024, 64, 64, 256], batch=1024)
+    return mlp([128, 128, 1024, 1024, 256, 4096, 1024], batch=512)
 
 
 @functools.cache
