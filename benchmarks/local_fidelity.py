@@ -458,7 +458,7 @@ class Compared:
     @property
     def errors_at_pace(self) -> list[float]:
         """Of each turn, what is predicted at the pace that the cores had in it over measured."""
-        if self.predicted.pace is None:
+        if self.predicted.pace is None or not self.measured.paces:
             return []
         return [
             self.predicted.at_pace(pace) / statistics.median(turn) - 1
