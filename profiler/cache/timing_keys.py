@@ -244,7 +244,7 @@ class PaceOf(enum.Enum):
 
 
 def pace_key(environment: Environment, whose: PaceOf) -> TimingKey:
-    """Where the cache keeps what the reference kernel takes, see `kernel_times.core_pace`."""
+    """Where the cache keeps what the reference kernel takes, see `hardware.core_pace`."""
     operator = Operator("pace", PACE_KIND, (), (), (), (), {"of": whose.value})
     return TimingKey(environment, operator, "float32", Direction.FORWARD)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from stratagem.basics.allocator import keep_freed_memory
+from stratagem.basics.reference_kernel import HostStopwatch, Stopwatch
 from stratagem.simulator.plan.provenance import Environment
 from stratagem.simulator.torch_ops.kernels.library_versions import environment_of
 
@@ -19,7 +20,7 @@ FIRST_AHEAD, LEAST_AHEAD, MOST_AHEAD = 1e-3, 5e-5, 2e-2
 """Seconds that a GPU waits for its host: at first, at least, and at most."""
 
 
-class DeviceClock(Protocol):
+class DeviceClock(Stopwatch, Protocol):
     """Reads the time before and after work on a device.
 
     `host_seconds` is what the host took to give what the last `ahead` gave, 0 where it is the
@@ -28,17 +29,11 @@ class DeviceClock(Protocol):
 
     host_seconds: float
 
-    def now(self) -> Any:
-        """A stamp behind all work that was started so far."""
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        """Seconds between two stamps, once that work is done."""
-
     def ahead(self) -> AbstractContextManager[None]:
         """A context whose work the device begins when the host has given it all, nearly."""
 
 
-class CpuClock:
+class CpuClock(HostStopwatch):
     """The clock of a CPU, which does all work at once.
 
     Like a rank of the executor, a process that times something keeps the memory that it frees.
@@ -48,14 +43,6 @@ class CpuClock:
 
     def __init__(self) -> None:
         keep_freed_memory()
-
-    def now(self) -> int:
-        """See `DeviceClock`; nanoseconds."""
-        return time.perf_counter_ns()
-
-    def seconds(self, start: int, stop: int) -> float:
-        """See `DeviceClock`."""
-        return (stop - start) * 1e-9
 
     def ahead(self) -> AbstractContextManager[None]:
         """See `DeviceClock`; host and device are one."""

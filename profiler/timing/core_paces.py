@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+import torch
+
+from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import Measurement, PaceOf, pace_key
 from stratagem.simulator.hardware.core_pace import at_pace
 from stratagem.simulator.plan.provenance import Environment
+
+Part = TypeVar("Part")
 
 MOST_LOOKS = 2000
 """What older looks count together beside new ones."""
@@ -46,6 +52,29 @@ def keep_pace(cache: TimingCache, environment: Environment, looks: Sequence[floa
         cache.put(whole, found)
         return found.median_s
     return kept.median_s
+
+
+def timed_at_one_pace(
+    cache: TimingCache,
+    environment: Environment,
+    elasticity: float,
+    measure: Callable[[], Mapping[Part, Measurement]],
+) -> dict[Part, Measurement]:
+    """What a CPU takes for some work, brought to the pace of its environment's other times.
+
+    Args:
+        cache: where the pace is kept.
+        environment: of the times.
+        elasticity: how they go with the pace.
+        measure: times the work, now.
+    """
+    reference = ReferenceKernel(torch.device("cpu"))
+    before = reference.seconds()
+    measured = measure()
+    looks = before, reference.seconds()
+    pace = keep_pace(cache, environment, looks)
+    around = statistics.fmean(looks)
+    return {part: brought(each, around, pace, elasticity) for part, each in measured.items()}
 
 
 def brought(measured: Measurement, before: float, after: float, elasticity: float) -> Measurement:

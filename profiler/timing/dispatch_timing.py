@@ -7,13 +7,12 @@ with its queue meanwhile, and waits only where launches take longer than kernels
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import (
     Launched,
@@ -23,7 +22,7 @@ from stratagem.profiler.cache.timing_keys import (
     launched_key,
 )
 from stratagem.profiler.machine.device_clocks import describe_environment, num_threads
-from stratagem.profiler.timing.core_paces import brought, keep_pace
+from stratagem.profiler.timing.core_paces import timed_at_one_pace
 from stratagem.simulator.hardware.core_pace import OF_PRODUCTS
 from stratagem.simulator.kernel_times.cost_model import Direction
 
@@ -57,18 +56,7 @@ def profile_dispatch(
     """
     environment = describe_environment(threads=threads, load=load)
     keys = {direction: dispatch_key(environment, direction) for direction in Direction}
-    reference = ReferenceKernel(torch.device("cpu"))
-
-    def at_one_pace() -> dict[Direction, Measurement]:
-        looks = [reference.seconds()]
-        measured = measure()
-        looks.append(reference.seconds())
-        pace = keep_pace(cache, environment, looks)
-        return {
-            direction: brought(each, statistics.fmean(looks), pace, OF_PRODUCTS)
-            for direction, each in measured.items()
-        }
-
+    at_one_pace = partial(timed_at_one_pace, cache, environment, OF_PRODUCTS, measure)
     with num_threads(threads):
         return _once(cache, keys, at_one_pace)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import Measurement, summarise, update_key
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.machine.device_clocks import clock_of, describe_environment, num_threads
-from stratagem.profiler.timing.core_paces import brought, keep_pace
+from stratagem.profiler.timing.core_paces import timed_at_one_pace
 from stratagem.profiler.timing.operator_timing import Effort, evictor, repeat, timed
 from stratagem.simulator.hardware.core_pace import OF_OTHERS
 from stratagem.simulator.kernel_times.training import Training
@@ -62,23 +60,21 @@ def profile_updates(
     missing = [size for size, key in zip(sizes, keys, strict=True) if cache.own(key) is None]
     given = torch.device(device)
     with BackgroundLoad(load if missing else 0, threads=threads) as others, num_threads(threads):
-        reference = ReferenceKernel(given, clock_of(given))
         for size in missing:
             make_work = partial(make_update, size, training, given)
             others.run(make_work)
-            looks = [reference.seconds()]
-            measured = _time(make_work, given, effort or Effort())
+            measure = partial(_timed, size, make_work, given, effort or Effort())
             if given.type == "cpu":
-                looks.append(reference.seconds())
-                pace = keep_pace(cache, environment, looks)
-                measured = brought(measured, statistics.fmean(looks), pace, OF_OTHERS)
-            cache.put(update_key(size, training, environment), measured)
+                measured = timed_at_one_pace(cache, environment, OF_OTHERS, measure)
+            else:
+                measured = measure()
+            cache.put(update_key(size, training, environment), measured[size])
     return [found for key in keys if (found := cache.get(key)) is not None]
 
 
-def _time(
-    make_work: Callable[[], Callable[[], object]], device: torch.device, effort: Effort
-) -> Measurement:
+def _timed(
+    size: int, make_work: Callable[[], Callable[[], object]], device: torch.device, effort: Effort
+) -> dict[int, Measurement]:
     """An update with its code warm and its tensors cold, as behind the updates of others."""
     clock, evict, update = clock_of(device), evictor(device, effort), make_work()
     other = make_work() if device.type == "cpu" and effort.warm_code else None
@@ -89,4 +85,4 @@ def _time(
             other()
 
     (seconds,) = repeat(lambda: (timed(update, clock, before)[0],), effort)
-    return summarise(seconds)
+    return {size: summarise(seconds)}

@@ -32,6 +32,8 @@ class GroupFigures:
     `wait` is how long members wait for the last of them before they meet, as a share of their mean
     computing since they met before (0.1: a tenth). Each is a little slower one time, a little
     faster another; the mean of the slowest grows with the members (Agarwal et al. 2005, HiPC).
+
+    `by_kind` says for which kinds of collectives these figures are off, and by which factor.
     """
 
     size: int

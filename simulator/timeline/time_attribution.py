@@ -101,24 +101,19 @@ def attribute(timeline: Timeline) -> Attribution:
         >>> attribute(from_rows(rows, label="step")).owned.tolist()
         [6, 3]
     """
-    groups = tuple(dict.fromkeys(map(lane_group, timeline.lanes)))
-    numbers = {group: number for number, group in enumerate(groups)}
-    of_lane = np.array([numbers[lane_group(lane)] for lane in timeline.lanes], np.int64)
-    group_of = of_lane[timeline.lane]
     talks = np.array([kind.is_communication for kind in timeline.kinds], bool)
     owned = np.zeros(timeline.num_rows, np.int64)
     idle: dict[str, tuple[int, int, int]] = {}
     begin = timeline.begin_ns
     end = int(timeline.end.max()) if timeline.num_rows else begin
-    for number, group in enumerate(groups):
-        rows = np.flatnonzero(group_of == number)
-        rows = rows[np.argsort(timeline.start[rows], kind="stable")]
+    groups = rows_by_group(timeline)
+    for group, rows in groups.items():
         _own(timeline, rows[~talks[rows]], rows[talks[rows]], owned)
         first = int(timeline.start[rows].min()) if rows.size else end
         last = int(timeline.end[rows].max()) if rows.size else end
         between = last - first - int(owned[rows].sum())
         idle[group] = (first - begin, between, end - last)
-    return Attribution(timeline, groups, owned, idle)
+    return Attribution(timeline, tuple(groups), owned, idle)
 
 
 def kind_label(kind: TaskKind) -> str:
@@ -146,21 +141,57 @@ def family(name: str) -> str:
     return _LAYER.sub("*", collective_of(name))
 
 
+def rows_by_group(timeline: Timeline) -> dict[str, Ints]:
+    """The rows of each group of lanes, from top to bottom, in the order in which they start.
+
+    Example:
+        >>> from stratagem.simulator.timeline.timeline import Row, from_rows
+        >>> rows = [
+        ...     Row("b", TaskKind.BACKWARD, "stage 0 · compute", 4, 6),
+        ...     Row("a", TaskKind.FORWARD, "stage 0 · compute", 0, 4),
+        ... ]
+        >>> rows_by_group(from_rows(rows, label="step"))["stage 0"].tolist()
+        [1, 0]
+    """
+    groups = dict.fromkeys(map(lane_group, timeline.lanes))
+    numbers = {group: number for number, group in enumerate(groups)}
+    of_lane = np.array([numbers[lane_group(lane)] for lane in timeline.lanes], np.int64)
+    order = np.argsort(timeline.start, kind="stable")
+    group_of = of_lane[timeline.lane[order]]
+    return {group: order[group_of == number] for group, number in numbers.items()}
+
+
 def _own(timeline: Timeline, computing: Ints, talking: Ints, owned: Ints) -> None:
     """Fill in what the rows of a group own; both lists are sorted by start."""
-    begins, ends = _disjoint(timeline, computing)
+    begins, ends = disjoint(timeline, computing)
     owned[computing] = ends - begins
-    covered = np.concatenate([[0], np.cumsum(ends - begins)])
-    first, last = _disjoint(timeline, talking)
-    hidden = _before(last, begins, ends, covered) - _before(first, begins, ends, covered)
-    owned[talking] = last - first - hidden
+    first, last = disjoint(timeline, talking)
+    owned[talking] = last - first - covered_ns(first, last, (begins, ends))
 
 
-def _disjoint(timeline: Timeline, rows: Ints) -> tuple[Ints, Ints]:
-    """Cut rows to what no earlier one covers: begins and ends that never fall."""
+def disjoint(timeline: Timeline, rows: Ints) -> tuple[Ints, Ints]:
+    """Cut rows to what no earlier one covers: begins and ends that never fall.
+
+    Args:
+        timeline: whose rows they are.
+        rows: sorted by start.
+    """
     ends = np.maximum.accumulate(timeline.end[rows])
     before = np.concatenate([timeline.start[rows[:1]], ends[:-1]])
     return np.maximum(timeline.start[rows], before), ends
+
+
+def covered_ns(first: Ints, last: Ints, intervals: tuple[Ints, Ints]) -> Ints:
+    """How many ns of each span from `first` to `last` lie in disjoint intervals.
+
+    Example:
+        >>> intervals = np.array([0, 10]), np.array([4, 12])
+        >>> covered_ns(np.array([2, 5]), np.array([11, 9]), intervals).tolist()
+        [3, 0]
+    """
+    begins, ends = intervals
+    covered = np.concatenate([[0], np.cumsum(ends - begins)])
+    return _before(last, begins, ends, covered) - _before(first, begins, ends, covered)
 
 
 def _before(times: Ints, begins: Ints, ends: Ints, covered: Ints) -> Ints:

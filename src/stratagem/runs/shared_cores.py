@@ -8,13 +8,14 @@ in which the device was not idle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_group, lane_name
+from stratagem.simulator.timeline.time_attribution import covered_ns, disjoint, rows_by_group
+from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name, merge
 
 TaskName = tuple[str, TaskKind]
 
@@ -25,14 +26,14 @@ def shared_time(timeline: Timeline) -> dict[TaskKind, dict[str, float]]:
     Example:
         >>> from stratagem.simulator.timeline.timeline import Row, from_rows
         >>> rows = [
-        ...     Row("a", TaskKind.FORWARD, "rank 0 · compute", 0, 20),
-        ...     Row("b", TaskKind.COMMUNICATION, "rank 0 · links", 10, 20),
+        ...     Row("a", TaskKind.FORWARD, "rank 0 · compute", 0, 2 * 10**9),
+        ...     Row("b", TaskKind.COMMUNICATION, "rank 0 · links", 10**9, 2 * 10**9),
         ... ]
         >>> shared_time(from_rows(rows, label="measured"))[TaskKind.FORWARD]
-        {'rank 0': 1.5e-08}
+        {'rank 0': 1.5}
     """
     found: dict[TaskKind, dict[str, float]] = {kind: {} for kind in TaskKind}
-    for group, rows in _rows_by_group(timeline).items():
+    for group, rows in rows_by_group(timeline).items():
         places, lengths = _pieces(timeline, rows)
         kinds = [timeline.kinds[row] for row in rows]
         under_way = np.array(
@@ -52,29 +53,21 @@ def shares_beside(timeline: Timeline) -> dict[TaskName, float]:
 
     Those are communications, of a task that computes; and operators, of a communication.
     """
-    spans: dict[TaskName, float] = {}
-    beside: dict[TaskName, float] = {}
-    for rows in _rows_by_group(timeline).values():
-        places, lengths = _pieces(timeline, rows)
-        communicates = np.array([timeline.kinds[row].is_communication for row in rows])
-        covers = [_covered(timeline, rows[communicates == of], places) for of in (False, True)]
-        for row, is_communication in zip(rows.tolist(), communicates.tolist(), strict=True):
-            task = timeline.names[row], timeline.kinds[row]
-            start, end = int(timeline.start[row]), int(timeline.end[row])
-            inside = (places[:-1] >= start) & (places[:-1] < end)
-            others = covers[not is_communication].astype(np.bool_)
-            spans[task] = spans.get(task, 0.0) + end - start
-            beside[task] = beside.get(task, 0.0) + float(lengths[inside & others].sum())
-    return {task: beside[task] / span for task, span in spans.items() if span}
-
-
-def _rows_by_group(timeline: Timeline) -> Mapping[str, Ints]:
-    groups = [lane_group(lane) for lane in timeline.lanes]
-    of_row = [groups[lane] for lane in timeline.lane.tolist()]
-    return {
-        group: np.flatnonzero([each == group for each in of_row])
-        for group in dict.fromkeys(groups)
-    }
+    talks = np.array([kind.is_communication for kind in timeline.kinds], dtype=np.bool_)
+    beside = np.zeros(timeline.num_rows, dtype=np.int64)
+    for rows in rows_by_group(timeline).values():
+        both = rows[talks[rows]], rows[~talks[rows]]
+        for mine, others in (both, both[::-1]):
+            busy = disjoint(timeline, others)
+            beside[mine] = covered_ns(timeline.start[mine], timeline.end[mine], busy)
+    spans: dict[TaskName, int] = {}
+    shared: dict[TaskName, int] = {}
+    lengths = (timeline.end - timeline.start).tolist()
+    tasks = zip(timeline.names, timeline.kinds, strict=True)
+    for task, ns, ns_beside in zip(tasks, lengths, beside.tolist(), strict=True):
+        spans[task] = spans.get(task, 0) + ns
+        shared[task] = shared.get(task, 0) + ns_beside
+    return {task: shared[task] / span for task, span in spans.items() if span}
 
 
 def _pieces(timeline: Timeline, rows: Ints) -> tuple[Ints, Floats]:
@@ -101,41 +94,20 @@ def with_receivers(timeline: Timeline, group_of: Callable[[str], str | None]) ->
         timeline: of a step.
         group_of: the group of lanes that receives a task, by its name; None of any other task.
     """
-    busy = {group: _busy(timeline, rows) for group, rows in _rows_by_group(timeline).items()}
-    rows = [
-        Row(name, kind, timeline.lanes[lane], int(start), int(end))
-        for name, kind, lane, start, end in zip(
-            timeline.names,
-            timeline.kinds,
-            timeline.lane.tolist(),
-            timeline.start.tolist(),
-            timeline.end.tolist(),
-            strict=True,
-        )
-    ]
-    waits = [
-        row._replace(lane=lane_name(group, "received"), start=start, end=end)
-        for row in rows
-        if (group := group_of(row.name)) in busy and group is not None
-        for start, end in _between(busy[group], row.start, row.end)
-    ]
-    return from_rows([*rows, *waits], label=timeline.label)
+    busy = {group: disjoint(timeline, rows) for group, rows in rows_by_group(timeline).items()}
+    waits: list[Row] = []
+    for number, (name, kind) in enumerate(zip(timeline.names, timeline.kinds, strict=True)):
+        group = group_of(name)
+        if group in busy:
+            span = int(timeline.start[number]), int(timeline.end[number])
+            lane = lane_name(group, "received")
+            waits += [Row(name, kind, lane, *part) for part in _between(busy[group], *span)]
+    return merge([timeline, from_rows(waits, label=timeline.label)], label=timeline.label)
 
 
-def _busy(timeline: Timeline, rows: Ints) -> list[tuple[int, int]]:
-    """From when to when any of these tasks is under way, in order."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(zip(timeline.start[rows], timeline.end[rows], strict=True)):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], int(end))
-        else:
-            found.append((int(start), int(end)))
-    return found
-
-
-def _between(busy: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+def _between(busy: tuple[Ints, Ints], start: int, end: int) -> Iterator[tuple[int, int]]:
     """The parts of a span outside of others."""
-    for begun, over in busy:
+    for begun, over in zip(*(each.tolist() for each in busy), strict=True):
         if start < min(begun, end):
             yield start, min(begun, end)
         start = max(start, over)

@@ -10,21 +10,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from stratagem.executor.program.instructions import Bundle
 from stratagem.executor.program.instructions.transfer_instructions import Convert
 from stratagem.executor.running.execute import prepare
-from stratagem.searcher.space.stage_cuts import balanced_stages
 from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster, Link
 from stratagem.simulator.hardware.collective_times import collective_time
-from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh, MeshAxis
+from stratagem.simulator.hardware.device_mesh import AxisLink
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
-from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.plans import Case, chosen, make_plan, one_stage
 
 GRAPH = gpt(
     num_layers=2,
@@ -48,34 +48,15 @@ CLUSTER = replace(
 
 def whole(zero: int, bucket_bytes: int) -> Plan:
     """Both devices, the samples cut."""
-    mesh = DeviceMesh((MeshAxis("data", 2),), (0, 1))
-    names = tuple(operator.name for operator in GRAPH.operators)
-    stage = Stage(names, mesh, data_parallel(GRAPH, (2,), zero=zero))
-    return Plan(
-        name="data parallel",
-        model=GRAPH.name,
-        fingerprint=GRAPH.fingerprint,
-        cluster=CLUSTER,
-        training=Training(),
-        stages=(stage,),
-        bucket_bytes=bucket_bytes,
-    )
+    plan = one_stage(GRAPH, data_parallel(GRAPH, (2,), zero=zero), (2,))
+    return replace(plan, cluster=CLUSTER, bucket_bytes=bucket_bytes)
 
 
 def mirrored(bucket_bytes: int) -> Plan:
     """Chimera: each of two stages on both devices."""
-    choices = data_parallel(GRAPH, (1,))
-    stages = [
-        Stage(
-            names,
-            DeviceMesh((MeshAxis("data", 1),), (device,)),
-            {name: choices[name] for name in names},
-        )
-        for device, names in enumerate(balanced_stages(GRAPH, CLUSTER, 2))
-    ]
-    return replace(
-        whole(0, bucket_bytes), stages=tuple(stages), num_microbatches=2, schedule="chimera"
-    )
+    case, choose = Case(nn.Module(), {}, GRAPH), chosen(data_parallel(GRAPH, (1,)))
+    plan = make_plan(case, choose, (1,), (1,), num_microbatches=2, schedule="chimera")
+    return replace(plan, cluster=CLUSTER, bucket_bytes=bucket_bytes)
 
 
 def sent(plan: Plan) -> float:
