@@ -28,16 +28,23 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor
 
+from benchmarks.local_plans import (
+    TURNS,
+    Setting,
+    batch_of,
+    one_device,
+    state_of,
+    two_processes,
+)
 from stratagem.calibration.executor_measurements import (
     LOOPBACK,
     executor_update,
@@ -68,98 +75,15 @@ from stratagem.profiler import (
     time_collectives,
 )
 from stratagem.runs.predicted_and_measured import compare
-from stratagem.searcher.space.choices import Choices
-from stratagem.searcher.space.stage_cuts import balanced_stages
-from stratagem.searcher.space.strategies import data_parallel, tensor_parallel
 from stratagem.simulator.base.files import decode, encode
-from stratagem.simulator.graph.models import gpt, llama, mlp, resnet
-from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
-from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 from stratagem.simulator.timeline.timeline import Timeline
-from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
-Models = Mapping[str, Callable[[], OperatorGraph]]
-
-MODELS: Models = {
-    "gpt": lambda: gpt(
-        num_layers=4, hidden=256, num_heads=8, vocabulary=4096, sequence=128, batch=8
-    ),
-    "llama": lambda: llama(
-        num_layers=4,
-        hidden=256,
-        num_heads=8,
-        num_kv_heads=4,
-        ffn=704,
-        vocabulary=4096,
-        sequence=128,
-        batch=8,
-    ),
-    "mlp": lambda: mlp([1024, 2048, 2048, 1024], batch=512),
-    "resnet18": lambda: resnet(18, batch=16, image=64, classes=100),
-}
-LARGE_MODELS: Models = {
-    "gpt": lambda: gpt(
-        num_layers=12, hidden=1024, num_heads=16, vocabulary=32768, sequence=1024, batch=8
-    ),
-    "mlp": lambda: mlp([4096, 16384, 16384, 4096], batch=4096),
-    "resnet50": lambda: resnet(50, batch=64, image=224, classes=1000),
-}
-"""For a GPU."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How the plans of a name train on several devices: with a schedule as a pipeline."""
-
-    strategy: Callable[[OperatorGraph, Sequence[int]], Choices]
-    recompute: bool = False
-    num_microbatches: int = 1
-    bucket_bytes: int = 0
-    schedule: str = ""
-    stages_a_rank: int = 1
-
-
-def _tensor_parallel(graph: OperatorGraph, shape: Sequence[int]) -> Choices:
-    return tensor_parallel(graph, shape, 0)
-
-
-BUCKET = 25 * 2**20
-WAYS = {
-    "data parallel": Way(data_parallel),
-    "data parallel, buckets": Way(data_parallel, bucket_bytes=BUCKET),
-    "data parallel, recompute": Way(data_parallel, recompute=True),
-    "data parallel, microbatches": Way(data_parallel, num_microbatches=2),
-    "ZeRO-1": Way(partial(data_parallel, zero=1)),
-    "ZeRO-2, buckets": Way(partial(data_parallel, zero=2), bucket_bytes=BUCKET),
-    "ZeRO-3": Way(partial(data_parallel, zero=3)),
-    "tensor parallel": Way(_tensor_parallel),
-    "tensor parallel, recompute": Way(_tensor_parallel, recompute=True),
-    "GPipe": Way(data_parallel, num_microbatches=4, schedule="gpipe"),
-    "1F1B": Way(data_parallel, num_microbatches=4, schedule="1f1b"),
-    "interleaved": Way(data_parallel, num_microbatches=4, schedule="interleaved", stages_a_rank=2),
-    "ZB-H1": Way(data_parallel, num_microbatches=4, schedule="zb-h1"),
-    "Chimera": Way(data_parallel, num_microbatches=4, schedule="chimera"),
-}
-"""On two processes."""
-IMPOSSIBLE = {("resnet18", "Chimera")}
-"""Running statistics would see half of the microbatches on either home."""
-WHOLE, PARTS, AGAIN, PARTS_AGAIN = "whole", "microbatches", "recompute", "microbatches, recompute"
-ONE_DEVICE = {
-    WHOLE: Way(data_parallel),
-    PARTS: Way(data_parallel, num_microbatches=4),
-    AGAIN: Way(data_parallel, recompute=True),
-    PARTS_AGAIN: Way(data_parallel, recompute=True, num_microbatches=4),
-}
-"""Plans of one device."""
-TURNS, STEPS = 9, 4
-"""Every plan gets so many turns of so many steps, of which the first warms up; the operators have
-one before each.
-"""
+STEPS = 4
+"""Of a turn, of which the first warms up; the operators have a turn before each."""
 GPU_STEPS, GPU_WARMUP = 14, 4
 """Of a turn on a GPU. Its host runs ahead: the first steps are given, and not waited for."""
 TURNS_A_LINK, LINK_REPEATS = 3, 4
@@ -172,8 +96,6 @@ DEVIATIONS_OF_80 = 1.2816
 """Standard deviations on either side that hold 80 % of a normal distribution."""
 PATIENCE = 1200.0
 """Seconds that the other rank may have to wait while operators are timed."""
-CLASSES = {"gpt": 4096, "llama": 4096, "mlp": 1024, "resnet18": 100, "resnet50": 1000}
-"""Ids and labels of a model are below this."""
 
 
 @dataclass(frozen=True)
@@ -198,149 +120,7 @@ class Measured:
         return low, high
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Plans of models, each on all devices of a cluster; `device` is what torch calls them.
-
-    Every plan gets so many `turns`, and trains as `training` says.
-    """
-
-    cluster: Cluster
-    device: str
-    models: Models
-    plans: tuple[tuple[str, str], ...]
-    ways: Mapping[str, Way]
-    turns: int = TURNS
-    training: Training = field(default_factory=Training)
-
-    @property
-    def load(self) -> int:
-        """How many other devices share the machine's memory."""
-        return self.cluster.num_devices - 1
-
-    def graph(self, model: str) -> OperatorGraph:
-        """The operator graph of one of the models."""
-        return _built(self.models[model])
-
-    def plan(self, model: str, name: str) -> Plan:
-        """One of the plans."""
-        graph, way = self.graph(model), self.ways[name]
-        names = tuple(operator.name for operator in graph.operators)
-        devices = self.cluster.num_devices
-        whole = DeviceMesh((MeshAxis("data", devices),), tuple(range(devices)))
-        stages = (
-            _pipeline(graph, self.cluster, way)
-            if way.schedule
-            else (Stage(names, whole, _choices(graph, way, (devices,))),)
-        )
-        return Plan(
-            name=f"{model}, {name}",
-            model=graph.name,
-            fingerprint=graph.fingerprint,
-            cluster=self.cluster,
-            training=self.training,
-            stages=stages,
-            num_microbatches=way.num_microbatches,
-            bucket_bytes=way.bucket_bytes,
-            schedule=way.schedule or "1f1b",
-        )
-
-    def all_plans(self) -> list[Plan]:
-        """Of every model, in the order of `plans`."""
-        return [self.plan(model, name) for model, name in self.plans]
-
-
-@cache
-def _built(make: Callable[[], OperatorGraph]) -> OperatorGraph:
-    return make()
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a person asks for: so many turns, of one model's plans or of all."""
-
-    turns: int = TURNS
-    only: str = ""
-
-    def setting(self) -> Setting:
-        """Plans on two processes.
-
-        Raises:
-            ValueError: on a model that is not there.
-        """
-        if self.only and self.only not in MODELS:
-            raise ValueError(f"model {self.only!r} is not one of {', '.join(MODELS)}")
-        models = {name: make for name, make in MODELS.items() if self.only in ("", name)}
-        cluster = Cluster.preset("local-cpu", devices_per_node=2)
-        plans = tuple((model, name) for model in models for name in WAYS)
-        plans = tuple(each for each in plans if each not in IMPOSSIBLE)
-        return Setting(cluster, "cpu", models, plans, WAYS, turns=self.turns)
-
-
-def one_device(preset: str) -> Setting:
-    """Plans on one device of a bundled cluster: a core, or the GPU of this machine."""
-    cluster = Cluster.preset(preset, num_nodes=1, devices_per_node=1)
-    is_cpu = cluster.device_type(0).name == "cpu"
-    models = MODELS if is_cpu else LARGE_MODELS
-    first, *_, second, third = models
-    plans = (
-        *((first, name) for name in (WHOLE, PARTS, AGAIN, PARTS_AGAIN)),
-        *((model, name) for model in (second, third) for name in (WHOLE, PARTS)),
-    )
-    if is_cpu:
-        return Setting(cluster, "cpu", models, plans, ONE_DEVICE)
-    return Setting(cluster, "cuda", models, plans, ONE_DEVICE, training=Training("bfloat16"))
-
-
-def _choices(graph: OperatorGraph, way: Way, shape: Sequence[int]) -> Choices:
-    choices = way.strategy(graph, shape)
-    if not way.recompute:
-        return choices
-    again = {op.name for op in graph.operators if not op.is_source}
-    return {n: replace(c, recompute=n in again) for n, c in choices.items()}
-
-
-def _pipeline(graph: OperatorGraph, cluster: Cluster, way: Way) -> tuple[Stage, ...]:
-    """Stages on each process in turn."""
-    choices, devices = _choices(graph, way, (1,)), cluster.num_devices
-    cuts = balanced_stages(graph, cluster, devices * way.stages_a_rank)
-    return tuple(
-        Stage(
-            names,
-            DeviceMesh((MeshAxis("data", 1),), (number % devices,)),
-            {name: choices[name] for name in names},
-        )
-        for number, names in enumerate(cuts)
-    )
-
-
-def state_of(graph: OperatorGraph) -> dict[str, Tensor]:
-    """Parameters as models begin: small random matrices, gains of one, no bias."""
-    generator = torch.Generator().manual_seed(0)
-    state: dict[str, Tensor] = {}
-    for parameter in graph.parameters:
-        if len(parameter.shape) > 1:
-            state[parameter.name] = 0.02 * torch.randn(parameter.shape, generator=generator)
-        else:
-            is_gain = parameter.name.endswith(("weight", "running_var"))
-            state[parameter.name] = torch.full(parameter.shape, float(is_gain))
-    return state
-
-
-def batch_of(model: str, graph: OperatorGraph) -> dict[str, Tensor]:
-    """Random inputs."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        given.name: torch.randint(CLASSES[model], given.shape, generator=generator)
-        if torch_dtype(given.dtype) is torch.int64
-        else torch.randn(given.shape, generator=generator)
-        for given in graph.inputs
-    }
-
-
-def measure(
-    setting: Setting, cache_file: Path, asked: Asked | None = None
-) -> tuple[list[Measured], Cluster]:
+def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster]:
     """Run all plans in turns, in as many processes as there are devices, and time their link.
 
     Times of operators come into the cache, those of the link into the cluster.
@@ -348,9 +128,8 @@ def measure(
     cluster = setting.cluster
     with tempfile.TemporaryDirectory() as folder:
         if cluster.num_devices > 1:
-            asked = asked or Asked(setting.turns)
             command = ["benchmarks.local_fidelity", "--rank", folder]
-            command += ["--turns", str(asked.turns), "--only", asked.only]
+            command += ["--turns", str(setting.turns), "--only", setting.only]
             run_ranks(command, cluster.num_devices, timeout=5400)
         else:
             turns = partial(take_turns, setting=setting, folder=Path(folder))
@@ -466,9 +245,7 @@ class Compared:
         ]
 
 
-def compared(
-    setting: Setting, kept: Path | None = None, asked: Asked | None = None
-) -> tuple[list[Compared], Cluster]:
+def compared(setting: Setting, kept: Path | None = None) -> tuple[list[Compared], Cluster]:
     """Every plan of a setting, measured and then predicted, and the cluster with its link.
 
     Times of operators are `kept` in a new cache, if one is named.
@@ -476,7 +253,7 @@ def compared(
     kind = setting.cluster.device_type(0).name
     with tempfile.TemporaryDirectory() as folder:
         cache_file = kept or Path(folder, "timings.sqlite")
-        measured, cluster = measure(setting, cache_file, asked)
+        measured, cluster = measure(setting, cache_file)
         with TimingCache(cache_file) as timings:
             here = describe_environment(setting.device, load=setting.load)
             costs = MeasuredCosts(timings, {kind: here}, default_costs())
@@ -592,12 +369,14 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="MODEL", help="the plans of one model")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    asked = Asked(arguments.turns, arguments.only)
+    if arguments.one_device:
+        setting = one_device(arguments.one_device)
+    else:
+        setting = two_processes(arguments.turns, arguments.only)
     if arguments.rank is not None:
-        run_rank(arguments.rank, asked.setting())
+        run_rank(arguments.rank, setting)
         return
-    setting = one_device(arguments.one_device) if arguments.one_device else asked.setting()
-    found, cluster = compared(setting, asked=asked)
+    found, cluster = compared(setting)
     lines = [line(each) for each in found]
     for each in lines:
         print(json.dumps(each), flush=True)

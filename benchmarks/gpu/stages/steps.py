@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from benchmarks.gpu.models import preset_here
 from benchmarks.gpu.results import lines_of
 from benchmarks.gpu.setting import Case, Figures, Setting, SkippedError
-from benchmarks.local_fidelity import Compared, Models, compared, line, one_device
+from benchmarks.local_fidelity import Compared, compared, line
+from benchmarks.local_plans import Models, one_device
 from stratagem.runs.predicted_and_measured import compare
 from stratagem.simulator.graph.models import gpt, mlp, resnet
 

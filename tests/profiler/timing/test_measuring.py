@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks.local_fidelity import keep_typical, one_device
+from benchmarks.local_fidelity import keep_typical
+from benchmarks.local_plans import one_device
 from stratagem.calibration.executor_measurements import _one_rank_plan, _state, executor_dispatch
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.interpreter.interpreter import Interpreter
