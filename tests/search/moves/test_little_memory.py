@@ -25,16 +25,16 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import Simulation
 
 GRAPH = gpt(num_layers=1, hidden=128, num_heads=4, vocabulary=4096, sequence=16, batch=24)
-BEST = 991.44e-6
+BEST = 982.32e-6
 """Seconds of the best plan known of one stage on three devices that recomputes all that it may:
 the best that long chains come to."""
 
 
 def little_memory() -> Cluster:
-    """Three nodes of a device that has 0.8 of the memory that data parallelism takes."""
+    """Three nodes of a device that has about 0.8 of the memory that data parallelism takes."""
     base = Cluster.preset("dgx-a100", num_nodes=3, devices_per_node=1)
     (device,) = base.device_types
-    device = replace(device, memory_gib=0.0126457, reserved_gib=0.0)
+    device = replace(device, memory_gib=0.0127722, reserved_gib=0.0)
     link = replace(base.inter_node, bandwidth_gb_s=25.0, latency_us=50.0)
     return replace(base, device_types=(device,), inter_node=link)
 
@@ -72,7 +72,7 @@ def test_chains_end_among_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     """
     found = ends(16, 8000)
     assert not any(does_not_fit for does_not_fit, _ in found)
-    assert all(BEST * 0.999 < seconds < BEST * 1.13 for _, seconds in found)
+    assert all(BEST * 0.999 < seconds < BEST * 1.07 for _, seconds in found)
     monkeypatch.setattr(chains, "HARD", OVER_MEMORY)
     before = ends(16, 8000)
     assert any(does_not_fit for does_not_fit, _ in before)
