@@ -130,7 +130,7 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
         if LINKS in times:  # No microbatch takes less than its links.
             both = max(both, times[LINKS].makespan + times[LINKS_BACKWARD].makespan)
         assert ours[0] + ours[1] == pytest.approx(both, rel=0.07)
-        # There the conversion in front of the positions' pass waits for sums; a table has it go.
+        # There the conversion in front of the positions' pass waits for sums; a table's does not.
         near = 0.11 if (tensor, zero) == (1, 0) else 0.09
         assert ours[1] + ours[3] == pytest.approx(times[LAST_BACKWARD].makespan, rel=near)
         memory = simulation.memory[stage]
