@@ -31,6 +31,7 @@ from stratagem.executor.communication.communicator import (
     num_bytes,
     position,
 )
+from stratagem.executor.communication.end_to_end import end_to_end
 from stratagem.executor.communication.endings import Ending
 from stratagem.executor.communication.process_member import ProcessMember, packed, prepared
 from stratagem.simulator.hardware.collective_kinds import Collective
@@ -122,7 +123,7 @@ class GlooCommunicator(ProcessMember):
     def reduce_scatter(self, chunks: Sequence[Tensor], group: Group) -> Tensor:
         """See `Communicator.reduce_scatter`."""
         own = tuple(chunks[position(self.rank, group)].shape)
-        addends = self._exchange(chunks, [own] * len(group), group)
+        addends = self._exchange(chunks, [own] * len(group), group, in_a_row=False)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
         return _sum(addends)
 
@@ -131,7 +132,7 @@ class GlooCommunicator(ProcessMember):
         if len(group) == 1:
             return done(chunks[0])
         own = tuple(chunks[position(self.rank, group)].shape)
-        work, pieces = self._start_exchange(chunks, [own] * len(group), group)
+        work, pieces = self._start_exchange(chunks, [own] * len(group), group, in_a_row=False)
         self._count(Collective.REDUCE_SCATTER, num_bytes(*chunks), group)
         return _pending(work, lambda: _sum(pieces()))
 
@@ -255,36 +256,66 @@ class GlooCommunicator(ProcessMember):
         dist.destroy_process_group()
 
     def _exchange(
-        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+        self,
+        chunks: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        group: Group,
+        *,
+        in_a_row: bool = True,
     ) -> list[Tensor]:
         """Chunk j to member j; what the members have for this one, of `shapes`."""
         if len(group) == 1:
             return list(chunks)
-        work, pieces = self._start_exchange(chunks, shapes, group)
+        work, pieces = self._start_exchange(chunks, shapes, group, in_a_row=in_a_row)
         work.wait()
         return pieces()
 
     def _start_exchange(
-        self, chunks: Sequence[Tensor], shapes: Sequence[Shape], group: Group
+        self,
+        chunks: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        group: Group,
+        *,
+        in_a_row: bool = True,
     ) -> tuple[dist.Work, Callable[[], list[Tensor]]]:
-        """Begin an exchange; the pieces may be asked for when it is over."""
+        """Begin an exchange; the pieces may be asked for when it is over.
+
+        What a member keeps takes no part, except between others in the middle of a group: it is
+        copied to its place among the pieces if these are to lie `in_a_row`, else it is itself one.
+        """
         ranks = sorted(group)
+        own, last = ranks.index(self.rank), len(ranks) - 1
+        first, end = {0: (1, last + 1), last: (0, last)}.get(own, (0, last + 1))
         sending = [_bytes(chunks[group.index(rank)].detach().contiguous()) for rank in ranks]
         dtype, itemsize = chunks[0].dtype, chunks[0].element_size()
         lengths = [math.prod(shapes[group.index(rank)]) * itemsize for rank in ranks]
-        received = torch.empty(sum(lengths), dtype=torch.uint8)
+        if in_a_row:
+            received = torch.empty(sum(lengths), dtype=torch.uint8)
+            places = list(torch.split(received, lengths))
+            received = received[sum(lengths[:first]) : sum(lengths[:end])]
+        else:
+            received = torch.empty(sum(lengths[first:end]), dtype=torch.uint8)
+            places = list(torch.split(received, lengths[first:end]))
+            if not first <= own < end:
+                places.insert(own, sending[own])
+
+        def passing(nbytes: Sequence[int]) -> list[int]:
+            return [each if first <= k < end else 0 for k, each in enumerate(nbytes)]
+
         work = dist.all_to_all_single(
             received,
-            torch.cat(sending),
-            lengths,
-            [each.numel() for each in sending],
+            end_to_end(sending[first:end]),
+            passing(lengths),
+            passing([each.numel() for each in sending]),
             self._process_group(group),
             async_op=True,
         )
         assert work is not None
+        if in_a_row and not first <= own < end:
+            places[own].copy_(sending[own])
 
         def pieces() -> list[Tensor]:
-            found = dict(zip(ranks, torch.split(received, lengths), strict=True))
+            found = dict(zip(ranks, places, strict=True))
             return [
                 found[rank].view(dtype).view(shape)
                 for rank, shape in zip(group, shapes, strict=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stratagem.executor.communication.communicator import Communicator, Group, Pending, Shape, done
-from stratagem.executor.cuda.nccl_calls import end_to_end
+from stratagem.executor.communication.end_to_end import end_to_end
 from stratagem.executor.resharding.seats import Seat, TensorSpec, box_shape, cut, cut_part
 from stratagem.simulator.graph.placement import FLAT, Pin, Shard
 from stratagem.simulator.hardware.collective_kinds import Collective

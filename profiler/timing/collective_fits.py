@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy
@@ -13,14 +13,18 @@ import scipy
 from stratagem.profiler.timing.collective_timing import CollectiveTiming
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.hardware.cluster import GroupFigures, Link
-from stratagem.simulator.hardware.collective_kinds import Collective, KindFactor
+from stratagem.simulator.hardware.collective_kinds import Collective, KindFigures
 from stratagem.simulator.hardware.collective_times import collective_time
-from stratagem.simulator.hardware.device_mesh import AxisLink
+from stratagem.simulator.hardware.device_mesh import AxisLink, axis_link
 
 LEAST_LATENCY, LEAST_SECONDS_PER_BYTE = 1e-12, 1e-16
 """Of a fit: far below what any link shows."""
 ERROR_DIGITS = 4
-"""Of the error of a fit: what is behind is rounding."""
+"""Of the error of a fit and of a factor: what is behind is rounding."""
+MOST_LATER = 10.0
+"""The largest factor on latencies of what is needed later."""
+LEAST_SIZES = 3
+"""Of messages of a kind that goes by figures of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ def fit_collectives(timings: Sequence[CollectiveTiming]) -> list[CollectiveFit]:
     """
     cases: dict[tuple[Collective, int], list[CollectiveTiming]] = {}
     for timing in timings:
+        if timing.later:
+            continue
         cases.setdefault((timing.kind, timing.size), []).append(timing)
     fits: list[CollectiveFit] = []
     for (kind, size), found in cases.items():
@@ -67,9 +73,8 @@ def fit_link(
     """The link whose model explains `timings` best: least squares of logarithms.
 
     Messages between two ranks give its latency and bandwidth, collectives those of groups of their
-    size (`Link.by_group_size`), from which each kind differs by a factor of its own; where there
-    are only messages or only collectives, they give both. The link's error is that of whichever
-    fits worse, as a root mean square of logarithms.
+    size (`Link.by_group_size`), all kinds together and each by itself; where there are only
+    messages or only collectives, they give both. Errors are root mean squares of logarithms.
 
     Example:
         >>> small = CollectiveTiming(Collective.SEND, 10**4, 2, 2e-5)
@@ -86,54 +91,101 @@ def fit_link(
     Raises:
         ValueError: when there are too few timings, or they do not grow with the number of bytes.
     """
+    later = [timing for timing in timings if timing.later]
+    timings = sorted(
+        (timing for timing in timings if not timing.later),
+        key=lambda timing: (timing.kind.value, timing.nbytes),
+    )
     messages = [timing for timing in timings if timing.kind is Collective.SEND]
     groups: list[GroupFigures] = []
-    errors: list[float] = []
     for size in sorted({timing.size for timing in timings if timing.kind is not Collective.SEND}):
         found = [t for t in timings if t.size == size and t.kind is not Collective.SEND]
-        latency, per_byte, _ = _alpha_beta(found, f"link {name!r}, groups of {size}")
-        by_kind, error = _by_kind(found, _plain_link(latency, per_byte))
-        errors.append(error)
-        wait = statistics.fmean(timing.wait for timing in found)
-        groups.append(
-            GroupFigures(size, 1e-9 / per_byte, latency * 1e6, wait=wait, by_kind=by_kind)
-        )
+        sums = [timing for timing in later if timing.size == size]
+        groups.append(_group(name, size, found, sums))
     latency, per_byte, error = _alpha_beta(messages or timings, f"link {name!r}")
-    errors += [error] if messages or not groups else []
     return Link(
         name,
         1e-9 / per_byte,
         latency * 1e6,
         shares_compute,
         by_group_size=tuple(groups),
-        relative_error=round(max(errors), ERROR_DIGITS),
+        relative_error=round(error, ERROR_DIGITS),
     )
 
 
-def _by_kind(
-    timings: Sequence[CollectiveTiming], link: AxisLink
-) -> tuple[tuple[KindFactor, ...], float]:
-    """How each kind differs from the figures of all, and the error that is left."""
-    off: dict[Collective, list[float]] = {}
-    for each in timings:
-        said = collective_time(each.kind, each.nbytes, each.size, link)
-        off.setdefault(each.kind, []).append(math.log(each.seconds / said))
-    means = {kind: statistics.fmean(logarithms) for kind, logarithms in off.items()}
-    left = [each - means[kind] for kind, logarithms in off.items() for each in logarithms]
-    factors = (KindFactor(kind, round(math.exp(m), ERROR_DIGITS)) for kind, m in means.items())
-    error = math.sqrt(statistics.fmean(each**2 for each in left))
-    return tuple(factor for factor in factors if factor.factor != 1.0), error
+def _group(
+    name: str,
+    size: int,
+    found: Sequence[CollectiveTiming],
+    sums: Sequence[CollectiveTiming],
+) -> GroupFigures:
+    """What groups of a size show: all kinds, each kind, and `sums` that add to computing."""
+    latency, per_byte, error = _alpha_beta(found, f"link {name!r}, groups of {size}")
+    kinds = sorted({timing.kind for timing in found}, key=lambda kind: kind.value)
+    each = {kind: [timing for timing in found if timing.kind is kind] for kind in kinds}
+    enough = [kind for kind in kinds if len({t.nbytes for t in each[kind]}) >= LEAST_SIZES]
+    fitted = {kind: _fitted(each[kind]) for kind in enough if len(kinds) > 1}
+    fits = {kind: fit for kind, fit in fitted.items() if _grows(fit[1])}
+    off = [error if kind not in fits else fits[kind][2] for kind in kinds]
+    figures = GroupFigures(
+        size,
+        1e-9 / per_byte,
+        latency * 1e6,
+        wait=statistics.fmean(timing.wait for timing in found),
+        by_kind=tuple(
+            KindFigures(kind, latency * 1e6, 1e-9 / per_byte)
+            for kind, (latency, per_byte, _) in fits.items()
+        ),
+        relative_error=round(math.sqrt(statistics.fmean(x**2 for x in off)), ERROR_DIGITS),
+    )
+    return replace(figures, later=_later(sums, figures)) if sums else figures
+
+
+def _later(sums: Sequence[CollectiveTiming], figures: GroupFigures) -> float:
+    """The factor on latencies with which what sums add to computing is right on average."""
+    link = axis_link(Link("", 1.0, 0.0, by_group_size=(figures,)), False, 1, figures.size)
+
+    def off(factor: float) -> float:
+        seen = replace(link, later_factor=factor).later
+        return statistics.fmean(
+            math.log(collective_time(each.kind, each.nbytes, each.size, seen) / each.seconds)
+            for each in sums
+        )
+
+    if off(0.0) >= 0:
+        return 0.0
+    if off(MOST_LATER) <= 0:
+        return MOST_LATER
+    return round(float(scipy.optimize.brentq(off, 0.0, MOST_LATER)), ERROR_DIGITS)
 
 
 def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, float, float]:
-    """Seconds a message and a byte, and the root mean square of the logarithmic errors."""
+    """What `_fitted` gives, of timings that can tell latency from bandwidth."""
     rows = np.array([_model_row(timing) for timing in timings]).reshape(-1, 2)
-    seconds = np.array([timing.seconds for timing in timings])
     if np.linalg.matrix_rank(rows) < 2:
         raise ValueError(
             f"{what}: {len(timings)} timings cannot tell latency from bandwidth; time a small and "
             "a large message"
         )
+    found = _fitted(timings)
+    if not _grows(found[1]):
+        largest = max(timing.nbytes for timing in timings)
+        raise ValueError(
+            f"{what}: times do not grow with size up to {largest} bytes, so its bandwidth cannot "
+            "be seen; time larger messages"
+        )
+    return found
+
+
+def _grows(per_byte: float) -> bool:
+    """Whether times grow with size: those that do not end at the lower bound of a byte."""
+    return per_byte >= 2 * LEAST_SECONDS_PER_BYTE
+
+
+def _fitted(timings: Sequence[CollectiveTiming]) -> tuple[float, float, float]:
+    """Seconds a message and a byte, and the root mean square of the logarithmic errors."""
+    rows = np.array([_model_row(timing) for timing in timings])
+    seconds = np.array([timing.seconds for timing in timings])
     relative = rows / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
     start, _ = scipy.optimize.nnls(relative / scale, np.ones(len(timings)))
@@ -150,12 +202,6 @@ def _alpha_beta(timings: Sequence[CollectiveTiming], what: str) -> tuple[float, 
         off, first, bounds=(smallest, np.inf), ftol=1e-12, gtol=1e-12
     )
     latency, per_byte = (float(value) for value in np.exp(found.x))
-    if per_byte < 2 * LEAST_SECONDS_PER_BYTE:
-        largest = max(timing.nbytes for timing in timings)
-        raise ValueError(
-            f"{what}: times do not grow with size up to {largest} bytes, so its bandwidth cannot "
-            "be seen; time larger messages"
-        )
     return latency, per_byte, float(np.sqrt(np.mean(np.square(found.fun))))
 
 

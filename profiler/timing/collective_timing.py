@@ -36,6 +36,8 @@ BETWEEN_SECONDS = 0.005
 """What a core computes on average between two collectives, and on either side of a message."""
 MESSAGE_ROUNDS = 11
 """Of messages amid computing, whose times are differences."""
+LATER_SIZES = (16 * 2**10, 256 * 2**10)
+"""Bytes of the sums that go on beside computing: small ones, whose latency is what differs."""
 WORK_SECONDS, WORK_REPEATS = 0.02, 10
 """Computing between two meetings of ranks, and how often their waits are seen beside each case."""
 WORK_BYTES = 4 * 2**20
@@ -50,6 +52,14 @@ KINDS = (
     Collective.BROADCAST,
     Collective.SEND,
 )
+
+
+class Begun(Protocol):
+    """A collective on its way."""
+
+    @property
+    def finish(self) -> Callable[[], Tensor]:
+        """Waits for it and gives its result."""
 
 
 class Peers(Protocol):
@@ -89,6 +99,9 @@ class Peers(Protocol):
     def recv(self, shape: Shape, dtype: torch.dtype, source: int) -> Tensor:
         """What rank `source` sent."""
 
+    def start_all_reduce(self, tensor: Tensor, group: Group) -> Begun:
+        """Begin a sum that goes on meanwhile."""
+
     def barrier(self) -> None:
         """Wait for every rank."""
 
@@ -105,6 +118,7 @@ class EarlyReceiver(Protocol):
 class CollectiveTiming:
     """Seconds of one collective of `nbytes` (as in `collective_time`) over `size` ranks.
 
+    Where nobody needs the result until `later`, they are what it adds to the computing beside it.
     `spread` is the relative standard deviation of a round of `repeats` collectives, `wait` what
     ranks wait for the last of them before (see `GroupFigures`).
     """
@@ -116,6 +130,7 @@ class CollectiveTiming:
     spread: float = 0.0
     repeats: int = 1
     wait: float = 0.0
+    later: bool = False
 
 
 def time_collectives(
@@ -139,6 +154,9 @@ def time_collectives(
         groups: how many ranks take part, one after the other; all of them when left out. Messages
             between two ranks are timed once.
         repeats: how often each is run in a row, after a quarter as many warm-up runs.
+
+    Returns:
+        A time for each kind, size and group; between CPUs also of sums that are needed `later`.
 
     Raises:
         ValueError: when there is only one rank, a group is larger than the world or below 2, or a
@@ -170,6 +188,10 @@ def time_collectives(
         # Each core keeps a pace of its own for seconds, so a wait shows now and then, not at once.
         for size, each in works.items():
             waits[size] += each.waits()
+    if peers.device.type == "cpu" and Collective.ALL_REDUCE in kinds:
+        found += [
+            _later_sum(peers, nbytes, size, repeats) for size in groups for nbytes in LATER_SIZES
+        ]
     return [
         each
         if each.kind is Collective.SEND
@@ -189,6 +211,9 @@ def keep_collectives(
 ) -> None:
     """Keep the times of collectives in the cache, with their spread and repeats.
 
+    What sums add to computing (`CollectiveTiming.later`) and waits are not kept: they go into the
+    link that is fitted, and are measured again with it.
+
     Example:
         >>> found = time_collectives(communicator)  # doctest: +SKIP
         >>> keep_collectives(cache, describe_environment(), found, "gloo")  # doctest: +SKIP
@@ -202,6 +227,8 @@ def keep_collectives(
         num_nodes: over how many nodes each group is spread.
     """
     for timing in timings:
+        if timing.later:
+            continue
         key = CollectiveKey(
             environment, timing.kind, timing.nbytes, timing.size, backend, link, num_nodes
         )
@@ -268,25 +295,62 @@ def _message(peers: Peers, nbytes: int, size: int, repeats: int) -> CollectiveTi
         if with_message and takes:
             peers.recv((numel,), message.dtype, 0)
 
-    def round_of(*, with_message: bool) -> float:
+    def round_of(*, whole: bool) -> None:
+        for _ in range(repeats):
+            once(with_message=whole)
+
+    return replace(_added(peers, Collective.SEND, nbytes, 2, repeats, round_of), size=size)
+
+
+def _later_sum(peers: Peers, nbytes: int, size: int, repeats: int) -> CollectiveTiming:
+    """Mean seconds that a sum of `size` ranks adds to what they compute until they need it.
+
+    As sums of gradients do: each begins behind some computing, and is awaited at the end of all.
+    """
+    group, work = tuple(range(size)), _product(peers)
+    tensor = torch.rand(nbytes // 4, device=peers.device)
+    count = _repeats(peers, work, BETWEEN_SECONDS) * (peers.rank < size)
+
+    def round_of(*, whole: bool) -> None:
+        begun = []
+        for _ in range(repeats if peers.rank < size else 0):
+            for _ in range(count):
+                work()
+            if whole:
+                begun.append(peers.start_all_reduce(tensor, group))
+        for each in begun:
+            each.finish()
+
+    found = _added(peers, Collective.ALL_REDUCE, nbytes, size, repeats, round_of)
+    return replace(found, later=True)
+
+
+class _Round(Protocol):
+    """Some computing, with what is timed in it or without."""
+
+    def __call__(self, *, whole: bool) -> None: ...
+
+
+def _added(
+    peers: Peers, kind: Collective, nbytes: int, size: int, repeats: int, round_of: _Round
+) -> CollectiveTiming:
+    """What each of the `repeats` of a round adds, on the slowest of the first `size` ranks."""
+
+    def seconds(*, whole: bool) -> float:
         peers.barrier()
         start = time.perf_counter_ns()
-        for _ in range(repeats):
-            once(with_message=with_message)
+        round_of(whole=whole)
         return (time.perf_counter_ns() - start) * 1e-9 / repeats
 
-    round_of(with_message=True)
+    seconds(whole=True)
     mine = np.array(
-        [
-            [round_of(with_message=with_message) for with_message in (True, False)]
-            for _ in range(MESSAGE_ROUNDS)
-        ]
+        [[seconds(whole=whole) for whole in (True, False)] for _ in range(MESSAGE_ROUNDS)]
     )
-    both = _over_ranks(peers, mine if peers.rank < 2 else -mine, "max")
+    both = _over_ranks(peers, mine if peers.rank < size else -mine, "max")
     added = [max(float(each), LEAST_SECONDS) for each in both[:, 0] - both[:, 1]]
     typical = statistics.median(added)
     spread, made = statistics.stdev(added) / typical, MESSAGE_ROUNDS * repeats
-    return CollectiveTiming(Collective.SEND, nbytes, size, typical, spread, made)
+    return CollectiveTiming(kind, nbytes, size, typical, spread, made)
 
 
 def _timing(

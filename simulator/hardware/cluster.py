@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
@@ -17,7 +18,7 @@ from stratagem.simulator.base.files import decode, encode, plain_number
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
-from stratagem.simulator.hardware.collective_kinds import KindFactor
+from stratagem.simulator.hardware.collective_kinds import KindFigures
 from stratagem.simulator.hardware.device_type import DeviceType
 
 
@@ -33,7 +34,13 @@ class GroupFigures:
     computing since they met before (0.1: a tenth). Each is a little slower one time, a little
     faster another; the mean of the slowest grows with the members (Agarwal et al. 2005, HiPC).
 
-    `by_kind` says for which kinds of collectives these figures are off, and by which factor.
+    `by_kind` has figures of kinds of collectives that go by others than all together.
+
+    `later` is how many times as long latencies are of those whose result nobody needs until later,
+    such as sums of gradients: who computes meanwhile does not wait for threads to wake.
+
+    `relative_error` is how far times of collectives may be off (one standard deviation); 0 where
+    the figures say nothing of it.
     """
 
     size: int
@@ -41,14 +48,16 @@ class GroupFigures:
     latency_us: float
     piece_us: float = 0.0
     wait: float = 0.0
-    by_kind: tuple[KindFactor, ...] = ()
+    by_kind: tuple[KindFigures, ...] = ()
+    later: float = 1.0
+    relative_error: float = 0.0
 
     def __post_init__(self) -> None:
         if self.size < 2:
             raise ValueError(f"by_group_size: size is {self.size}; a group has at least 2 members")
         where = f"by_group_size of {self.size}"
         _link_figures(where, self.bandwidth_gb_s, self.latency_us)
-        for name in ("piece_us", "wait"):
+        for name in ("piece_us", "wait", "later", "relative_error"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{where}: {name} is {getattr(self, name)}; it must be ≥ 0")
         kinds = [each.kind for each in self.by_kind]
@@ -65,7 +74,7 @@ class Link:
     one card. `by_group_size` are the figures of collectives by the number of members (between
     nodes: of nodes) where they depend on it; messages between two devices keep the others.
     `shares_compute` says that a transfer keeps the device's cores busy (true of CPU processes), so
-    that it cannot overlap with computing. `relative_error` is how far times of transfers may be
+    that it cannot overlap with computing. `relative_error` is how far times of messages may be
     off (one standard deviation); 0 where the figures say nothing of it.
 
     Example:
@@ -140,6 +149,14 @@ class Link:
                 bandwidth_gb_s=group.bandwidth_gb_s / factor,
                 latency_us=group.latency_us * late,
                 piece_us=group.piece_us * late,
+                by_kind=tuple(
+                    replace(
+                        each,
+                        latency_us=each.latency_us * late,
+                        bandwidth_gb_s=each.bandwidth_gb_s / factor,
+                    )
+                    for each in group.by_kind
+                ),
             )
             for group in self.by_group_size
         )
@@ -149,19 +166,22 @@ class Link:
     def wait(self, size: int) -> float:
         """Share of their computing that members of groups of `size` wait for each other.
 
-        Between listed sizes as for `at`; nobody waits in a group of one.
+        Between listed sizes as for `at`, and never less than in smaller groups; nobody waits in a
+        group of one.
         """
         if size < 2 or not self.by_group_size:
             return 0.0
         low, high, share = self._around(size)
-        return low.wait + share * (high.wait - low.wait)
+        before = [each.wait for each in self.by_group_size if each.size <= low.size]
+        least = max(before)
+        return least + share * max(high.wait - least, 0.0)
 
-    def by_kind(self, size: int) -> tuple[KindFactor, ...]:
-        """What is said of single kinds of collectives in groups of the nearest size listed."""
+    def nearest(self, size: int) -> GroupFigures | None:
+        """What is listed of groups of the nearest size; None where nothing is."""
         if not self.by_group_size:
-            return ()
+            return None
         low, high, share = self._around(size)
-        return (low if share < 0.5 else high).by_kind
+        return low if share < 0.5 else high
 
     def _around(self, size: int) -> tuple[GroupFigures, GroupFigures, float]:
         """The listed groups below and above a size, and how far it is from one to the other."""
@@ -371,6 +391,20 @@ class Cluster(SavedValue):
     def node_of(self, device: int) -> int:
         """The node that device number `device` is on."""
         return device // self.devices_per_node
+
+    def wait(self, devices: Collection[int]) -> float:
+        """Share of their computing that devices wait for one another that meet in a step.
+
+        Example:
+            >>> pairs = (GroupFigures(2, 1.0, 400.0, wait=0.06),)
+            >>> link = Link("loopback", 1.0, 400.0, by_group_size=pairs)
+            >>> cluster = replace(Cluster.preset("local-cpu"), intra_node=link)
+            >>> cluster.wait([0]), cluster.wait([0, 1])
+            (0.0, 0.06)
+        """
+        members = Counter(device // self.devices_per_node for device in devices)
+        inside = self.intra_node.wait(max(members.values(), default=0))
+        return max(inside, self.inter_node.wait(len(members)))
 
     def device_type(self, device: int) -> DeviceType:
         """The type of device number `device`."""

@@ -1,4 +1,4 @@
-"""What collectives are called, and how unlike they are on a link whose figures all kinds share."""
+"""What collectives are called, and what a kind showed on a link whose figures all kinds share."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ class Collective(enum.Enum):
 
 
 @dataclass(frozen=True)
-class KindFactor:
-    """How many times as long one kind of collective takes as the figures of a link say.
+class KindFigures:
+    """Latency a message and bandwidth that one kind of collective showed, by its ring model.
 
-    Backends do not carry all kinds out as rings do: gloo lays the pieces of a reduce-scatter end
-    to end for each member, and passes a broadcast on at twice the speed of a ring.
+    Backends do not carry all kinds out as rings do: gloo hands a broadcast on at twice the speed
+    of a ring, and two passes of an all-reduce wake its threads once.
 
     Example:
-        >>> KindFactor(Collective.REDUCE_SCATTER, 1.3).factor
-        1.3
+        >>> KindFigures(Collective.REDUCE_SCATTER, 1200.0, 1.4).bandwidth_gb_s
+        1.4
 
     Raises:
-        ValueError: on a factor that is not above 0.
+        ValueError: on a latency below 0, or a bandwidth that is not above 0.
     """
 
     kind: Collective
-    factor: float
+    latency_us: float
+    bandwidth_gb_s: float
 
     def __post_init__(self) -> None:
-        if not self.factor > 0:
+        if not (self.latency_us >= 0 and self.bandwidth_gb_s > 0):
             raise ValueError(
-                f"by_kind: the factor of {self.kind.value} is {self.factor}; it must be > 0"
+                f"by_kind: {self.kind.value} has latency_us {self.latency_us} and bandwidth_gb_s "
+                f"{self.bandwidth_gb_s}; give a latency of at least 0 and a bandwidth above 0"
             )

@@ -57,7 +57,7 @@ def collective_time(kind: Collective, nbytes: float, size: int, link: AxisLink) 
     """
     if size == 1 or kind is Collective.SLICE:
         return 0.0
-    return link.factor(kind) * min(algorithm_times(kind, nbytes, size, link).values())
+    return min(algorithm_times(kind, nbytes, size, link.of(kind)).values())
 
 
 def collective_latency(kind: Collective, nbytes: float, size: int, link: AxisLink) -> float:
@@ -70,9 +70,10 @@ def collective_latency(kind: Collective, nbytes: float, size: int, link: AxisLin
     """
     if size == 1 or kind is Collective.SLICE:
         return 0.0
+    link = link.of(kind)
     times = algorithm_times(kind, nbytes, size, link)
     chosen = min(times, key=times.__getitem__)
-    return link.factor(kind) * algorithm_times(kind, 0.0, size, link)[chosen]
+    return algorithm_times(kind, 0.0, size, link)[chosen]
 
 
 def algorithm_times(

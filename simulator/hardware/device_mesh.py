@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stratagem.simulator.hardware.cluster import Cluster, Link
-from stratagem.simulator.hardware.collective_kinds import Collective, KindFactor
+from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.device_type import GIB, DeviceType
 
 
@@ -30,8 +30,8 @@ class AxisLink:
     `crosses_nodes` says which link class it occupies: the one between nodes or the one inside.
     Where a group has several `members` on each of several nodes, the bytes are those that leave a
     node, whichever member sends them, and `inside` is the link between the members of a node.
-    `wait` is the share of their computing that members wait for each other (see `GroupFigures`),
-    `by_kind` what is said of single kinds of collectives.
+    `by_kind` are seconds per message and byte of kinds that go by others, `later_factor` how much
+    longer latencies are where nobody needs the result until later (see `GroupFigures`).
     """
 
     latency: float
@@ -41,15 +41,29 @@ class AxisLink:
     members: int = 1
     inside: AxisLink | None = None
     seconds_per_piece: float = 0.0
-    wait: float = 0.0
-    by_kind: tuple[KindFactor, ...] = ()
+    by_kind: tuple[tuple[Collective, float, float], ...] = ()
+    later_factor: float = 1.0
 
-    def factor(self, kind: Collective) -> float:
-        """How many times as long a kind of collective takes as the figures say."""
-        for each in self.by_kind:
-            if each.kind is kind:
-                return each.factor
-        return 1.0
+    @cached_property
+    def later(self) -> AxisLink:
+        """The same as collectives see it whose result nobody needs until later."""
+        factor = self.later_factor
+        return replace(
+            self,
+            latency=factor * self.latency,
+            inside=None if self.inside is None else self.inside.later,
+            by_kind=tuple((kind, factor * once, byte) for kind, once, byte in self.by_kind),
+            later_factor=1.0,
+        )
+
+    def of(self, kind: Collective) -> AxisLink:
+        """The same as a kind of collective sees it."""
+        for each, latency, seconds_per_byte in self.by_kind:
+            if each is kind:
+                return replace(
+                    self, latency=latency, seconds_per_byte=seconds_per_byte, by_kind=()
+                )
+        return self
 
     def num_nodes(self, size: int) -> int:
         """Nodes of a group of `size` members."""
@@ -184,7 +198,6 @@ class DeviceMesh:
             shares_compute=between.shares_compute or inside.shares_compute,
             members=members,
             inside=inside,
-            wait=max(between.wait, inside.wait),
         )
 
 
@@ -194,12 +207,17 @@ def axis_link(link: Link, crosses_nodes: bool, sharers: float, size: int = 2) ->
     `size` is the number of a group's members inside a node, or of its nodes between them.
     """
     latency, bandwidth, piece = link.at(size)
+    listed = link.nearest(size)
+    by_kind = () if listed is None else listed.by_kind
     return AxisLink(
         latency,
         sharers / bandwidth,
         crosses_nodes,
         link.shares_compute,
         seconds_per_piece=piece,
-        wait=link.wait(size),
-        by_kind=link.by_kind(size),
+        by_kind=tuple(
+            (each.kind, each.latency_us * 1e-6, sharers / (each.bandwidth_gb_s * 1e9))
+            for each in by_kind
+        ),
+        later_factor=1.0 if listed is None else listed.later,
     )

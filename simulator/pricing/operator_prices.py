@@ -81,7 +81,8 @@ class OperatorPricer:
     """Prices the operators of `graph` on `mesh`, whose axes have `links`.
 
     `known` are costs of passes that the pricers of a cost model, cluster and training share, and
-    `number` gives a small number for a large value (see `RowMemory`).
+    `number` gives a small number for a large value (see `RowMemory`). Devices `wait` for such a
+    share of their computing, those of the mesh for one another and for the others of a pipeline.
     """
 
     graph: OperatorGraph
@@ -94,6 +95,7 @@ class OperatorPricer:
     calibration: Calibration
     number: Callable[[Any], int]
     known: dict[Any, tuple[float, float, str]]
+    wait: float
 
     def row(
         self,
@@ -286,11 +288,6 @@ class OperatorPricer:
     def _types(self) -> tuple[str, ...]:
         return tuple(device.name for device in self.devices)
 
-    @cached_property
-    def _stretch(self) -> float:
-        """How much longer computing takes since devices wait for whichever is slow just then."""
-        return 1 + max((link.wait for link in self.links), default=0.0)
-
     def _slowest(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> tuple[float, float, str]:
@@ -301,7 +298,7 @@ class OperatorPricer:
         if key not in self.known:
             self.known[key] = self._cost(operator, sizes, direction)
         seconds, error, source = self.known[key]
-        return seconds * self._stretch, error, source
+        return seconds * (1 + self.wait), error, source
 
     def _cost(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
@@ -485,14 +482,18 @@ class OperatorPricer:
         target: Placements,
         latency: dict[str, tuple[int, float]] | None = None,
     ) -> Priced:
-        """Seconds and link mask of moving a parameter or its gradient; notes a path's latency."""
+        """Seconds and link mask of moving a parameter or its gradient.
+
+        What notes its path's `latency` is begun, and goes on meanwhile.
+        """
+        later = latency is not None
         sizes = factor_sizes(weight.layout, operator.sizes)
         steps = self.resharder.path(sizes, itemsize, source, target)
         if latency is not None and steps:
             name = " ".join(f"{step.collective.value}@{step.axis}" for step in steps)
             count = latency.get(name, (0, 0.0))[0]
-            latency[name] = (count + 1, self.resharder.seconds(steps, 0))
-        return self.resharder.seconds(steps, itemsize), self.resharder.mask(steps)
+            latency[name] = (count + 1, self.resharder.seconds(steps, 0, later=later))
+        return self.resharder.seconds(steps, itemsize, later=later), self.resharder.mask(steps)
 
 
 @dataclass(frozen=True)

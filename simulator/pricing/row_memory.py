@@ -102,7 +102,8 @@ class RowMemory:
             mesh.check(cluster)
             links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
             devices = mesh.device_types(cluster)
-            alike = mesh.shape, links, tuple(device.name for device in devices)
+            types = tuple(device.name for device in devices)
+            alike = mesh.shape, links, types, cluster.wait(mesh.devices)
             resharder = shared_resharder(mesh.shape, links)
             self._meshes[key] = MeshFigures(links, devices, resharder, self.number(alike))
         return self._meshes[key]

@@ -98,7 +98,7 @@ class Resharder:
         self.links = tuple(links)
         self._graphs: dict[tuple[object, ...], _StateGraph] = {}
         self._paths: dict[tuple[object, ...], tuple[ReshardingStep, ...]] = {}
-        self._seconds: dict[tuple[Collective, int, int], float] = {}
+        self._seconds: dict[tuple[Collective, int, int, bool], float] = {}
 
     def path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements
@@ -194,9 +194,18 @@ class Resharder:
                 mask |= link_mask(self.links[step.axis])
         return mask
 
-    def seconds(self, steps: Sequence[ReshardingStep], itemsize: int) -> float:
-        """Time of a path: its collectives one after the other."""
-        return sum(self._step_seconds(s.collective, s.elements * itemsize, s.axis) for s in steps)
+    def seconds(
+        self, steps: Sequence[ReshardingStep], itemsize: int, *, later: bool = False
+    ) -> float:
+        """Time of a path: its collectives one after the other.
+
+        The last one goes on beside computing if nobody waits for it until `later`.
+        """
+        last = len(steps) - 1 if later else len(steps)
+        return sum(
+            self._step_seconds(s.collective, s.elements * itemsize, s.axis, later=number == last)
+            for number, s in enumerate(steps)
+        )
 
     def latency(self, steps: Sequence[ReshardingStep], itemsize: int) -> float:
         """What of these seconds is the hops' own, whatever the bytes."""
@@ -207,10 +216,12 @@ class Resharder:
             for s in steps
         )
 
-    def _step_seconds(self, collective: Collective, nbytes: int, axis: int) -> float:
-        key = collective, nbytes, axis
+    def _step_seconds(
+        self, collective: Collective, nbytes: int, axis: int, *, later: bool
+    ) -> float:
+        key = collective, nbytes, axis, later
         if key not in self._seconds:
-            link = self.links[axis]
+            link = self.links[axis].later if later else self.links[axis]
             self._seconds[key] = collective_time(collective, nbytes, self.shape[axis], link)
         return self._seconds[key]
 

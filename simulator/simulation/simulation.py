@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -19,7 +19,7 @@ from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.hardware.cluster import NOT_CALIBRATED
+from stratagem.simulator.hardware.cluster import NOT_CALIBRATED, Link
 from stratagem.simulator.hardware.core_pace import STEP_ERROR, StepPace
 from stratagem.simulator.kernel_times.cost_model import CostModel, PacedCosts, elasticity
 from stratagem.simulator.plan.plan import Plan
@@ -324,15 +324,35 @@ def _relative_error(model: PlanModel, step: SimulatedStep) -> float:
     """The errors of all prices of a step, those of unlike ones as independent.
 
     Operators weigh by their times, as if all erred together; links, where they say how far they
-    are off, by their share of the step. How a cluster that nobody has measured differs from others
-    adds to that, and so does what steps of processes on shared cores are off for other reasons.
+    are off, by their share of the step: for messages between stages, for collectives within one.
+    How a cluster that nobody has measured differs from others adds to that, and so does what steps
+    of processes on shared cores are off for other reasons.
     """
     kernels = _of_operators(model, lambda row, _: float(row.relative_error[0]))
-    cluster = model.plan.cluster
-    links = max(cluster.intra_node.relative_error, cluster.inter_node.relative_error)
+    links = max((_error_of(link, model.plan) for link in _links(model.plan)), default=0.0)
     share = _communicating(step.timeline()) if links else 0.0
     rest = STEP_ERROR if _pace(model) is not None else 0.0
     return math.hypot((1 - share) * kernels, share * links, rest, model.spread)
+
+
+def _links(plan: Plan) -> Iterator[Link]:
+    """Those that the devices of a plan use."""
+    nodes = {
+        plan.cluster.node_of(device) for stage in plan.stages for device in stage.mesh.devices
+    }
+    if plan.num_devices > len(nodes):
+        yield plan.cluster.intra_node
+    if len(nodes) > 1:
+        yield plan.cluster.inter_node
+
+
+def _error_of(link: Link, plan: Plan) -> float:
+    """How far a link is off as a plan uses it."""
+    found = link.relative_error if len(plan.stages) > 1 else 0.0
+    for size in {stage.mesh.num_devices for stage in plan.stages} - {1}:
+        group = link.nearest(size)
+        found = max(found, link.relative_error if group is None else group.relative_error)
+    return found
 
 
 def _pace(model: PlanModel) -> StepPace | None:

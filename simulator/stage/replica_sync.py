@@ -145,8 +145,8 @@ class _SyncWriter:
             seconds, mask = 0.0, 0
             for steps in home_sync_paths(builder, table, i, self.joint):
                 kinds = tuple((step.collective, step.axis) for step in steps)
-                shared = self.joint.seconds(steps, 0) if kinds in before else 0.0
-                seconds += self.joint.seconds(steps, itemsize) - shared
+                shared = self.joint.seconds(steps, 0, later=True) if kinds in before else 0.0
+                seconds += self.joint.seconds(steps, itemsize, later=True) - shared
                 mask |= self.joint.mask(steps)
                 before.add(kinds)
             yield timed([(seconds, mask)])

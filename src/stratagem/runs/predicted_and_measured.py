@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from stratagem.runs.shared_cores import shared_time, shares_beside, with_receivers
+from stratagem.runs.as_run_tells import whole_passes, with_receivers
+from stratagem.runs.shared_cores import shared_time, shares_beside
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration
@@ -177,7 +178,7 @@ class Comparison:
 
         A task that runs several times, on several devices or microbatches, is told by the mean.
         """
-        ours, theirs = (_means(timeline) for timeline in (self.predicted, self.measured))
+        ours, theirs = _means(whole_passes(self.predicted)), _means(self.measured)
         rows = [
             TaskRow(name, ours[task][0], theirs[task][0], kind, theirs[task][1])
             for task in ours.keys() & theirs.keys()
@@ -485,7 +486,7 @@ def _counted(
     Where communication wants the cores that compute, what is at once gets equal parts of them, and
     who waits for a message communicates.
     """
-    ours, theirs = predicted.timeline, measured.timeline
+    ours, theirs = whole_passes(predicted.timeline), measured.timeline
     plan = predicted.plan if isinstance(predicted, Simulation) else None
     if plan is None or not plan.cluster.intra_node.shares_compute:
         return (ours, _time_by_group(ours)), (theirs, _time_by_group(theirs))

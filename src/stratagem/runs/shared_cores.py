@@ -8,14 +8,12 @@ in which the device was not idle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.timeline.time_attribution import covered_ns, disjoint, rows_by_group
-from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name, merge
+from stratagem.simulator.timeline.timeline import Timeline
 
 TaskName = tuple[str, TaskKind]
 
@@ -82,34 +80,3 @@ def _covered(timeline: Timeline, rows: Ints, places: Ints) -> Ints:
     np.add.at(changes, np.searchsorted(places, timeline.start[rows]), 1)
     np.add.at(changes, np.searchsorted(places, timeline.end[rows]), -1)
     return (np.cumsum(changes)[:-1] > 0).astype(np.int64)
-
-
-def with_receivers(timeline: Timeline, group_of: Callable[[str], str | None]) -> Timeline:
-    """A predicted timeline in which who waits for a message communicates, too.
-
-    A run says so of both ends, a prediction of the sender: what a receiver has to do meanwhile it
-    does. So only the part of a transfer in which it has nothing to do counts.
-
-    Args:
-        timeline: of a step.
-        group_of: the group of lanes that receives a task, by its name; None of any other task.
-    """
-    busy = {group: disjoint(timeline, rows) for group, rows in rows_by_group(timeline).items()}
-    waits: list[Row] = []
-    for number, (name, kind) in enumerate(zip(timeline.names, timeline.kinds, strict=True)):
-        group = group_of(name)
-        if group in busy:
-            span = int(timeline.start[number]), int(timeline.end[number])
-            lane = lane_name(group, "received")
-            waits += [Row(name, kind, lane, *part) for part in _between(busy[group], *span)]
-    return merge([timeline, from_rows(waits, label=timeline.label)], label=timeline.label)
-
-
-def _between(busy: tuple[Ints, Ints], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of a span outside of others."""
-    for begun, over in zip(*(each.tolist() for each in busy), strict=True):
-        if start < min(begun, end):
-            yield start, min(begun, end)
-        start = max(start, over)
-    if start < end:
-        yield start, end

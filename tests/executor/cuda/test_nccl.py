@@ -17,7 +17,8 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.nccl import NcclCommunicator, join_nccl
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
-from stratagem.executor.cuda.nccl_calls import end_to_end, rounds
+from stratagem.executor.communication.end_to_end import end_to_end
+from stratagem.executor.cuda.nccl_calls import rounds
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program.instructions import Backward, Convert, Forward, Receive, Send
 from stratagem.executor.results.execution_result import ExecutionResult
