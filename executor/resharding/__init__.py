@@ -2,5 +2,5 @@
 
 In:      local shards and steps.
 Out:     local shards.
-Imports: communication, cuda, the simulator.
+Imports: communication, the simulator.
 """

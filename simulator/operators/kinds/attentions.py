@@ -80,6 +80,8 @@ ROTARY = OperatorKind(
     weight_share=0.0,
     positionwise=True,
     like_input=True,
+    # The tables of angles are made of positions; their gradients would be sums over all samples.
+    values={1: InputValues.FED, 2: InputValues.FED},
 )
 
 SELECTIVE_SCAN = OperatorKind(
