@@ -234,15 +234,19 @@ class GlooCommunicator(ProcessMember):
         self._check_shape(tensor, shape)
         return tensor
 
+    def let_go(self) -> None:
+        """See `Communicator.let_go`: nothing but waiting tells that a message is over."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
         dist.barrier()
 
     def close(self) -> None:
         """Wait until all that was sent has arrived everywhere, and leave the world."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
+        self.let_go()
         dist.barrier()
         self.leave()
 
@@ -324,7 +328,6 @@ class GlooCommunicator(ProcessMember):
         return work, pieces
 
     def _post(self, tensor: Tensor, target: int, tag: int) -> None:
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
         message = _bytes(packed(tensor))
         work = dist.isend(message, target, tag=tag)
         assert work is not None

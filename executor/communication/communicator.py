@@ -128,6 +128,9 @@ class Communicator(Protocol):
     def recv(self, shape: Shape, dtype: torch.dtype, source: int, tag: int = 0) -> Tensor:
         """The next tensor that rank `source` sent to this one with that tag."""
 
+    def let_go(self) -> None:
+        """Let go of what this rank has sent, once it has arrived: between two steps."""
+
     def barrier(self) -> None:
         """Return when every rank of the world has called this."""
 

@@ -31,6 +31,9 @@ class Member:
     device: torch.device
     sent: Counter[str]
 
+    def let_go(self) -> None:
+        """See `Communicator.let_go`; what keeps nothing has nothing to let go of."""
+
     def _count(self, kind: Collective, nbytes: int, group: Group) -> None:
         """Count a collective, of which a member starts or ends with so many bytes."""
         self.sent[kind.value] += ring_bytes(kind, nbytes, len(group))

@@ -245,6 +245,7 @@ class Interpreter:
         return self._state.memory.values.get(LOSS)
 
     def _begin(self, batch: Mapping[str, Tensor]) -> None:
+        self.comm.let_go()
         read = {name: tensor for name, tensor in batch.items() if name in self.reads}
         self._state.batch = {**batch, **self.loader.load(read)}
         for value in self.program.left:

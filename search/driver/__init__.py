@@ -2,5 +2,5 @@
 
 In:      a situation, a budget, wishes.
 Out:     the best plan found, and how far from the best it can be.
-Imports: methods and below, the simulator.
+Imports: methods and below, robustness, the simulator.
 """

@@ -26,7 +26,7 @@ from stratagem.searcher.driver.saved_result import (
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.improvement.simpler_plans import simplicity_in_words
 from stratagem.searcher.methods.simple_strategies import with_experts
-from stratagem.searcher.robustness.robust_choice import FOUND, TELLS_APART, Robustness
+from stratagem.searcher.robustness.robust_choice import FOUND, Robustness
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
@@ -43,10 +43,19 @@ from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import shape_of
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.idle_devices import vain_devices
-from stratagem.simulator.simulation.simulation import KeptSimulation, Simulation
+from stratagem.simulator.simulation.simulation import (
+    TELLS_APART,
+    KeptSimulation,
+    Simulation,
+)
 
 PROVED_GAP = 5e-4
 """A plan that is nearer to a bound is the best there is, for all that matters."""
+
+MOSTLY = 0.5
+"""From this share on a plan is mostly estimated."""
+NAMED = 3
+"""Known strategies that are named where predictions do not tell them apart."""
 
 FITTING = ("yes", "without headroom", "no")
 """What tables say of plans: they fit, or would if nothing had to stay free, or do not."""
@@ -379,7 +388,8 @@ class SearchResult(SavedValue):
         vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
         simple, crowded = self.simplicity, self.simulation.crowded
         simple = simple[:1].upper() + simple[1:]
-        told = simple, self._of_gap, self._of_headroom, self._of_errors, vain, crowded
+        order, errors = self.order, self._of_errors
+        told = simple, self._of_gap, order, self._of_headroom, errors, vain, crowded
         of_fastest = "of the fastest, " if self.fastest is not None else ""
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
@@ -401,6 +411,29 @@ class SearchResult(SavedValue):
         return (
             f"What could still be gained, {100 * gap:.1f} %, is less than predictions tell apart "
             f"({TELLS_APART:.0%})"
+        )
+
+    @property
+    def order(self) -> str:
+        """Between which plans no order is claimed, in a sentence; empty if between none."""
+        plan = self.simulation
+        if (plan.estimated or 0.0) > MOSTLY:
+            return (
+                f"Of what the plan computes {plan.estimated:.0%} was estimated, not timed, so "
+                "which plan is faster is not claimed: profile more operators"
+            )
+        apart = plan.tells_apart
+        near = [
+            name
+            for name, each in self.baselines.items()
+            if each.fits and 0 < abs(each.step_time / plan.step_time - 1) < apart
+        ]
+        if not near:
+            return ""
+        more = f" and {len(near) - NAMED} more" if len(near) > NAMED else ""
+        return (
+            f"Predictions that are less than {apart:.0%} apart do not say which plan is faster: "
+            f"that of {', '.join(near[:NAMED])}{more} or this one"
         )
 
     @property

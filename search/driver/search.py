@@ -31,7 +31,7 @@ from stratagem.searcher.processes.checkpoint import SearchCheckpoint, digest
 from stratagem.searcher.processes.garbage_collection import seldom_collected
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
-from stratagem.searcher.robustness.robust_choice import TELLS_APART, drawn_steps
+from stratagem.searcher.robustness.robust_choice import drawn_steps
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.schedule_traits import Form, schedules_of
@@ -46,7 +46,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Prediction
 from stratagem.simulator.pricing.row_memory import RowMemory
-from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.simulation.simulation import TELLS_APART, Simulation
 
 FASTEST, SIMPLEST = PREFERENCES = ("fastest", "simplest")
 """Plans that a search may be asked for. The verbs that a person calls ask for the simplest."""

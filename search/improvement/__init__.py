@@ -2,5 +2,5 @@
 
 In:      a plan.
 Out:     what work on it came to.
-Imports: annealing, bounds, ilp, robustness, stage_dp.tables and below.
+Imports: annealing, bounds, ilp, stage_dp.tables and below.
 """

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from stratagem.searcher.robustness.robust_choice import TELLS_APART
 from stratagem.searcher.space.choices import with_choices
 from stratagem.searcher.space.skeletons import ZERO_STAGES
 from stratagem.simulator.base.units import format_duration
@@ -29,7 +28,7 @@ from stratagem.simulator.sharding.parameter_homes import (
     zero_stage,
     zero_stages_of,
 )
-from stratagem.simulator.simulation.simulation import Simulation
+from stratagem.simulator.simulation.simulation import TELLS_APART, Simulation
 
 Treatment = tuple[tuple[tuple[tuple[str, int], ...], Choice], ...]
 """Of a layer, operator by operator: the axes of the mesh, and the choice."""

@@ -116,6 +116,8 @@ def _figures(result: SearchResult) -> list[dict[str, str]]:
 def _choice(result: SearchResult) -> list[str]:
     """How simple the plan is, what that costs, and how sure it is the best of those compared."""
     sentences = [f"{result.simplicity[:1].upper()}{result.simplicity[1:]}."]
+    if result.order:
+        sentences.append(f"{result.order}.")
     if result.robustness is not None:
         sentences.append(f"The plan found is {result.robustness.in_words}.")
     elif result.simulation.fits:

@@ -15,12 +15,8 @@ from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.simulation.simulation import TELLS_APART
 
-TELLS_APART = 0.05
-"""Predictions that differ by less do not say which plan is faster. Of pairs among 311 runs
-measured with nanotron on H100s, of one model on as many devices, those predicted less than 5 %
-apart were in the predicted order in 62 % of cases (a coin is in 50), those 5 to 10 % apart in 80,
-those further apart in 95."""
 FOUND = "found plan"
 DRAWS = 100
 """How often errors are drawn unless told: it costs nothing beside pricing the plans."""

@@ -16,6 +16,7 @@ from stratagem.executor.actions.rank_state import RankState
 from stratagem.executor.actions.registry import Action, runs
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.communication.process_member import Member
 from stratagem.executor.interpreter.held_bytes import most_held_bytes
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.program import instructions as known
@@ -320,3 +321,18 @@ def test_what_is_made_has_the_bytes_that_it_says(recipe: str) -> None:
         assert checked
         needed = {"clipped": "Norm", "float16": "Norm", "muon": "Direct"}.get(recipe, "Measure")
         assert needed in checked
+
+
+def test_every_step_lets_go_of_what_was_sent(mlp: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between processes nothing else does, and memory and time of steps would grow."""
+    let_go: list[int] = []
+    monkeypatch.setattr(Member, "let_go", lambda comm: let_go.append(comm.rank))
+    program = lower(make_plan(mlp, sharding("sample"), (2,)), mlp.graph)
+
+    def rank(comm: Communicator) -> None:
+        interpreter = Interpreter(program, comm, model_state(mlp.model))
+        for run in (interpreter.step, interpreter.issue):
+            run(mlp.batch)
+
+    run_local(2, rank)
+    assert sorted(let_go) == [0, 0, 1, 1]

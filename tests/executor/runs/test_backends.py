@@ -21,7 +21,7 @@ from stratagem.executor.backends.gloo import GlooCommunicator
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator, ring_bytes
 from stratagem.simulator.hardware.collective_kinds import Collective
-from tests.support.workers.communicator_calls import operations, ramp
+from tests.support.workers.communicator_calls import of_views, operations, ramp
 
 torch.set_num_threads(1)
 
@@ -32,8 +32,8 @@ def every_operation(comm: Communicator, dtype: torch.dtype) -> dict[str, object]
     results: dict[str, object] = {}
     for group in (tuple(range(comm.world_size)), (1, 0)):
         if comm.rank in group:
-            for name, result in operations(comm, group, dtype).items():
-                results[f"{name} in {group}"] = result
+            found = operations(comm, group, dtype) | of_views(comm, group, dtype)
+            results |= {f"{name} in {group}": result for name, result in found.items()}
     alone = ramp(2, base=comm.rank)
     if comm.rank == 0:
         results["alone"] = [comm.all_reduce(alone, (0,)), *comm.all_gather(alone, [(2,)], (0,))]
@@ -312,6 +312,23 @@ def gradients_left(comm: Communicator) -> dict[str, object]:
     return {"left": left}
 
 
+def messages_left(comm: Communicator) -> dict[str, object]:
+    """How many messages a rank keeps at the ends of steps, in each of which it sends four."""
+    assert isinstance(comm, GlooCommunicator)
+    after, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    kept = []
+    for _ in range(3):
+        comm.let_go()
+        comm.barrier()
+        for number in range(4):
+            comm.send(torch.ones(10**5), after, number)
+        for number in range(4):
+            comm.recv((10**5,), torch.float32, before, number)
+        kept.append(len(comm._pending))
+    comm.let_go()
+    return {"kept": [*kept, len(comm._pending)]}
+
+
 JOBS: dict[str, Callable[[Communicator], dict[str, object]]] = {
     "refusals": refusals,  # Before the others prepare the groups that it must not know.
     "operations": lambda comm: {
@@ -319,6 +336,7 @@ JOBS: dict[str, Callable[[Communicator], dict[str, object]]] = {
         for dtype in (torch.float32, torch.bfloat16, torch.int64)
     },
     "gradients left": gradients_left,
+    "messages left": messages_left,
 }
 
 
@@ -350,6 +368,12 @@ class TestGloo:
     def test_sums_are_freed_at_once(self, world):
         """What waited for a sum once held itself: gradients stayed until the collector came."""
         assert [got["gradients left"] for got in world] == [{"left": 0}] * 3
+
+    @pytest.mark.slow
+    def test_messages_are_kept_until_the_next_step(self, world):
+        """All were until the end of a run, each send looked through them, and steps of pipelines
+        took three times as long after two hundred."""
+        assert [got["messages left"] for got in world] == [{"kept": [4, 4, 4, 0]}] * 3
 
 
 def main(path: str) -> None:

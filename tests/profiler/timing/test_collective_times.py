@@ -197,6 +197,7 @@ class TestLinks:
             def __init__(self, comm):
                 self.comm, self.rank = comm, comm.rank
                 self.all_reduce, self.barrier = comm.all_reduce, comm.barrier
+                self.let_go = comm.let_go
 
             def prepare(self, groups):
                 self.comm.prepare(groups)

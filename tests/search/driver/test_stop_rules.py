@@ -16,7 +16,6 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import QUICK_METHODS, search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Known
-from stratagem.searcher.robustness.robust_choice import TELLS_APART
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeletons
@@ -26,6 +25,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.simulation.simulation import TELLS_APART
 from tests.search.bounds.test_bound import tiny_cluster
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)

@@ -21,7 +21,6 @@ from stratagem.searcher.improvement.simpler_plans import (
     zero_stages,
 )
 from stratagem.searcher.report.page_content import page_content
-from stratagem.searcher.robustness.robust_choice import TELLS_APART
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.tables import Table
@@ -30,7 +29,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from stratagem.simulator.simulation.simulation import TELLS_APART, Simulation, simulate_plan
 
 LAYERS = 4
 

@@ -39,3 +39,20 @@ def operations(
         "gather": comm.gather(pieces[me], shapes, root, group),
         "scatter": comm.scatter(pieces if at_root else None, shapes[me], dtype, root, group),
     }
+
+
+def of_views(comm: Communicator, group: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
+    """Pieces that are views of one tensor, one of them empty, also going on meanwhile."""
+    me = group.index(comm.rank)
+    lengths = [2 * i for i in range(len(group))]
+    shapes = [(length,) for length in lengths]
+    views = torch.split(ramp(sum(lengths), dtype=dtype, base=100 * me), lengths)
+    own = ramp(lengths[me], dtype=dtype, base=100 * me)
+    return {
+        "reduce_scatter of views": comm.reduce_scatter(views, group),
+        "later": comm.start_reduce_scatter(views, group).finish(),
+        "all_gather with none": comm.all_gather(own, shapes, group),
+        "later too": comm.start_all_gather(own, shapes, group).finish(),
+        "all_to_all of views": comm.all_to_all(views, [shapes[me]] * len(group), group),
+        "unchanged": [view.clone() for view in views],
+    }
