@@ -270,7 +270,6 @@ def _builders(
     """By stage, what prices it."""
     meshes, cluster = pipeline.meshes, pipeline.cluster
     stalled = networked(pairs, meshes, cluster)
-    meeting = {device for mesh in meshes for device in mesh.devices}
     return tuple(
         TableBuilder(
             graph,
@@ -280,7 +279,6 @@ def _builders(
             prices.costs,
             prices.memory,
             stalls=s in stalled,
-            meeting=meeting,
         )
         for s, mesh in enumerate(meshes)
     )

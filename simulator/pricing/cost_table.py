@@ -10,7 +10,7 @@ baselines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -183,8 +183,7 @@ class TableBuilder:
     """Prices the operators of a graph on one mesh; rows are remembered between tables.
 
     With `stalls` the mesh exchanges tensors with other stages over the network all the time, which
-    costs the hosts time (see `Calibration.stall_us`). The devices of the mesh meet those that are
-    `meeting` in a step, and wait for whichever is slow (see `GroupFigures`).
+    costs the hosts time (see `Calibration.stall_us`).
 
     Example:
         >>> from stratagem.simulator.hardware.cluster import Cluster
@@ -207,7 +206,6 @@ class TableBuilder:
         memory: RowMemory | None = None,
         *,
         stalls: bool = False,
-        meeting: Collection[int] = (),
     ) -> None:
         self.memory = rows = memory or RowMemory()
         self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
@@ -225,11 +223,11 @@ class TableBuilder:
             cluster.calibration,
             rows.number,
             rows.passes,
-            wait := cluster.wait({*meeting, *mesh.devices}),
+            cluster.wait(mesh.devices),
         )
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
-        self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall, wait
-        self._rows = rows.operators.setdefault((alike, self._stall, wait), {})
+        self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall
+        self._rows = rows.operators.setdefault((alike, self._stall), {})
         self._edge_rows = rows.edges.setdefault((alike, self._stall), {})
 
     def build(

@@ -82,7 +82,7 @@ class OperatorPricer:
 
     `known` are costs of passes that the pricers of a cost model, cluster and training share, and
     `number` gives a small number for a large value (see `RowMemory`). Devices `wait` for such a
-    share of their computing, those of the mesh for one another and for the others of a pipeline.
+    share of their computing for one another.
     """
 
     graph: OperatorGraph

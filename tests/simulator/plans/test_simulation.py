@@ -249,24 +249,6 @@ def test_devices_of_a_mesh_wait_for_the_slowest() -> None:
             assert np.array_equal(plain.update.ns, waiting.update.ns)
 
 
-def test_stages_of_a_pipeline_wait_for_the_slowest() -> None:
-    """Each has one device, yet a step goes at the pace of the slower: 7 to 10 % were missing."""
-    graph = small_gpt(num_layers=4, batch=32)
-    tables = [
-        [
-            stage.table
-            for stage in plan_model(
-                replace(pipeline(graph, 2, 4, "1f1b"), cluster=cluster), graph, COSTS
-            ).stages
-        ]
-        for cluster in (busy(), busy(wait=0.25))
-    ]
-    for plain, waiting in zip(*tables, strict=True):
-        for ours, theirs in zip(plain.rows, waiting.rows, strict=True):
-            assert theirs.forward.ns == pytest.approx(ours.forward.ns * 1.25, abs=1)
-            assert np.array_equal(ours.update.ns, theirs.update.ns)
-
-
 def test_a_plans_own_orders_are_played() -> None:
     graph = small_gpt(batch=32)
     plan = pipeline(graph, 2, 8, "1f1b")
