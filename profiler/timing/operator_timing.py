@@ -21,6 +21,7 @@ from stratagem.profiler.timing.random_operands import (
     random_operands,
     viewed,
 )
+from stratagem.simulator.kernel_times.cost_model import SUMMED
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
@@ -183,7 +184,7 @@ class OperatorTrial:
             random=RandomStream(draw=faster.words),
             losses=faster.losses,
         )
-        self._run = prepare_kernel(operator, shards)
+        self._run = prepare_kernel(_of_whole(operator), shards)
         self.output_gradients = [torch.randn_like(made) for made in self._gradient_outputs()]
 
     @property
@@ -217,6 +218,20 @@ class OperatorTrial:
 
     def _gradient_outputs(self) -> list[Tensor]:
         return [made.detach() for made in self.forward() if made.requires_grad]
+
+
+def _of_whole(operator: Operator) -> Operator:
+    """An operator of which a local one, if it is split, has the first of two parts.
+
+    So its kernel goes the way of ranks that sum inside it; there is nobody to sum with.
+    """
+    places = operator.attributes.get(SUMMED, ())
+    dims = tuple(
+        replace(dim, size=2 * dim.size) if place in places else dim
+        for place, dim in enumerate(operator.dims)
+    )
+    attributes = {key: value for key, value in operator.attributes.items() if key != SUMMED}
+    return replace(operator, dims=dims, attributes=attributes)
 
 
 def operator_work(operator: Operator, training: Training) -> Callable[[], None]:

@@ -16,8 +16,12 @@ from stratagem.simulator.hardware.core_pace import OF_OTHERS, OF_PRODUCTS, Pace
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.memory_traffic import rounding_moved
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.inner_collectives import InnerReduction
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Layout, Operator, shape_of
+
+SUMMED = "summed over ranks"
+"""The attribute of local operators that tells where ranks sum inside the kernel."""
 
 
 class Direction(enum.Enum):
@@ -114,11 +118,30 @@ def local_operator(operator: Operator, sizes: Mapping[str, int]) -> Operator:
     """The operator that one device runs: the same kind on its local sizes, halos among them.
 
     Two local operators with equal `signature` run the same kernels, which is the key of every
-    measured time.
+    measured time. Where ranks sum over a dim inside the kernel, that is another kernel than on one
+    device, and the attribute `SUMMED` has the dims' places: a batch norm over ranks takes means,
+    waits for those of the others, and goes over its input again, where one device has one kernel.
     """
+    summed = _summed(operator, sizes)
     sizes, attributes = with_halos(operator, sizes)
     dims = tuple(replace(dim, size=sizes[dim.name]) for dim in operator.dims)
+    attributes = {**attributes, SUMMED: summed} if summed else attributes
     return replace(operator, dims=dims, attributes=attributes)
+
+
+def _summed(operator: Operator, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Places of the sharded dims over which ranks sum inside the kernel."""
+    summed = {
+        name
+        for inner in kind_of(operator).inner(operator, sizes)
+        if isinstance(inner, InnerReduction)
+        for name in inner.dims
+    }
+    return tuple(
+        place
+        for place, dim in enumerate(operator.dims)
+        if dim.name in summed and sizes[dim.name] < dim.size
+    )
 
 
 def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Training) -> int:
