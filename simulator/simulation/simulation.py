@@ -373,11 +373,12 @@ def _links(plan: Plan) -> Iterator[Link]:
 
 
 def _error_of(link: Link, plan: Plan) -> float:
-    """How far a link is off as a plan uses it."""
+    """How far a link is off as a plan uses it; groups of which nothing is said as messages are."""
     found = link.relative_error if len(plan.stages) > 1 else 0.0
     for size in {stage.mesh.num_devices for stage in plan.stages} - {1}:
         group = link.nearest(size)
-        found = max(found, link.relative_error if group is None else group.relative_error)
+        known = 0.0 if group is None else group.relative_error
+        found = max(found, known or link.relative_error)
     return found
 
 

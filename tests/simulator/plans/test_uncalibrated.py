@@ -76,6 +76,13 @@ def test_the_interval_has_the_error_of_links_by_their_share_of_the_step() -> Non
     assert 0 < share < 1
     wanted = math.hypot((1 - share) * own.relative_error, share * 0.4)
     assert unsure.relative_error == pytest.approx(wanted, rel=1e-6)
+    groups = tuple(replace(g, relative_error=0.1) for g in cluster.intra_node.by_group_size)
+    link = replace(cluster.intra_node, relative_error=0.4, by_group_size=groups)
+    sure = simulated(replace(cluster, intra_node=link))
+    assert groups
+    assert sure.relative_error == pytest.approx(
+        math.hypot((1 - share) * own.relative_error, share * 0.1), rel=1e-6
+    )
     with pytest.raises(ValueError, match=r"relative_error is -0\.1; it must be 0 or more"):
         replace(cluster.intra_node, relative_error=-0.1)
 
