@@ -288,35 +288,27 @@ class GlooCommunicator(ProcessMember):
         copied to its place among the pieces if these are to lie `in_a_row`, else it is itself one.
         """
         ranks = sorted(group)
-        own, last = ranks.index(self.rank), len(ranks) - 1
-        first, end = {0: (1, last + 1), last: (0, last)}.get(own, (0, last + 1))
+        own, count = ranks.index(self.rank), len(ranks)
+        passing = {0: range(1, count), count - 1: range(count - 1)}.get(own, range(count))
         sending = [_bytes(chunks[group.index(rank)].detach().contiguous()) for rank in ranks]
         dtype, itemsize = chunks[0].dtype, chunks[0].element_size()
         lengths = [math.prod(shapes[group.index(rank)]) * itemsize for rank in ranks]
-        if in_a_row:
-            received = torch.empty(sum(lengths), dtype=torch.uint8)
-            places = list(torch.split(received, lengths))
-            received = received[sum(lengths[:first]) : sum(lengths[:end])]
-        else:
-            received = torch.empty(sum(lengths[first:end]), dtype=torch.uint8)
-            places = list(torch.split(received, lengths[first:end]))
-            if not first <= own < end:
-                places.insert(own, sending[own])
-
-        def passing(nbytes: Sequence[int]) -> list[int]:
-            return [each if first <= k < end else 0 for k, each in enumerate(nbytes)]
-
+        begin, end = passing.start, passing.stop
+        arriving = [each if k in passing else 0 for k, each in enumerate(lengths)]
+        laid = lengths if in_a_row else arriving
+        received = torch.empty(sum(laid), dtype=torch.uint8)
+        places = list(torch.split(received, laid))
         work = dist.all_to_all_single(
-            received,
-            end_to_end(sending[first:end]),
-            passing(lengths),
-            passing([each.numel() for each in sending]),
+            received[sum(laid[:begin]) : sum(laid[:end])],
+            end_to_end(sending[begin:end]),
+            arriving,
+            [each.numel() if k in passing else 0 for k, each in enumerate(sending)],
             self._process_group(group),
             async_op=True,
         )
         assert work is not None
-        if in_a_row and not first <= own < end:
-            places[own].copy_(sending[own])
+        if own not in passing:
+            places[own] = places[own].copy_(sending[own]) if in_a_row else sending[own]
 
         def pieces() -> list[Tensor]:
             found = dict(zip(ranks, places, strict=True))

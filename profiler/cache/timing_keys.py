@@ -267,11 +267,30 @@ def summarise(seconds: Sequence[float]) -> Measurement:
 
     Example:
         >>> summarise([1.0, 1.0, 1.0, 1.0, 9.0])
-        Measurement(median_s=1.0, spread=0.0, repeats=5, error='')
-
-    The spread is that of a normal distribution with the same quartiles, so that a few interrupted
-    runs do not count.
+        Measurement(median_s=1.0, spread=0.0, repeats=5, error='', origin='')
     """
-    median = statistics.median(seconds)
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Measurement(median, (high - low) / 1.349 / median, len(seconds))
+    median, deviation = median_and_deviation(seconds)
+    return Measurement(median, deviation / median, len(seconds))
+
+
+def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the standard deviation of a normal distribution with the same quartiles.
+
+    So a few interrupted runs do not count.
+
+    Example:
+        >>> median_and_deviation([1.0, 1.0, 1.0, 1.0, 9.0])
+        (1.0, 0.0)
+    """
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return statistics.median(values), (high - low) / 1.349
+
+
+def error_of_median(deviation: float, count: int) -> float:
+    """The standard error of the median of so many values of a normal distribution.
+
+    Example:
+        >>> error_of_median(0.04, 25)
+        0.01
+    """
+    return 1.25 * deviation / math.sqrt(count)

@@ -25,6 +25,7 @@ from stratagem.profiler.cache.timing_keys import (
     TimingEntry,
     TimingKey,
     dispatch_key,
+    error_of_median,
     launch_key,
     launched_key,
     pace_key,
@@ -58,8 +59,6 @@ _Group = tuple[Environment, str, str, Direction, str]
 
 LEAST_RELATIVES = 2
 """Operators of one chain of functions from which is learned, not from all chains."""
-MEDIAN_ERROR = 1.25
-"""Standard error of a median, in deviations of one run over the root of their number."""
 LEAST_ERROR = 0.02
 """What repeats in one process cannot show: other neighbours, another place in memory."""
 
@@ -394,7 +393,7 @@ def _fit_update(entries: Sequence[TimingEntry], num_parameters: int) -> Cost:
 
 def _measured_cost(measurement: Measurement) -> Cost:
     """The median, as sure as so many repeats make one: a step is a sum of many such runs."""
-    sure = MEDIAN_ERROR * measurement.spread / math.sqrt(measurement.repeats)
+    sure = error_of_median(measurement.spread, measurement.repeats)
     return Cost(measurement.median_s, CostSource.MEASURED, max(sure, LEAST_ERROR))
 
 

@@ -122,11 +122,13 @@ def _group(
     """What groups of a size show: all kinds, each kind, and `sums` that add to computing."""
     latency, per_byte, error = _alpha_beta(found, f"link {name!r}, groups of {size}")
     kinds = sorted({timing.kind for timing in found}, key=lambda kind: kind.value)
-    each = {kind: [timing for timing in found if timing.kind is kind] for kind in kinds}
-    enough = [kind for kind in kinds if len({t.nbytes for t in each[kind]}) >= LEAST_SIZES]
-    fitted = {kind: _fitted(each[kind]) for kind in enough if len(kinds) > 1}
-    fits = {kind: fit for kind, fit in fitted.items() if _grows(fit[1])}
-    off = [error if kind not in fits else fits[kind][2] for kind in kinds]
+    fits: dict[Collective, tuple[float, float, float]] = {}
+    for kind in kinds if len(kinds) > 1 else ():
+        of_kind = [timing for timing in found if timing.kind is kind]
+        enough = len({timing.nbytes for timing in of_kind}) >= LEAST_SIZES
+        if enough and _grows((fit := _fitted(of_kind))[1]):
+            fits[kind] = fit
+    off = [fits[kind][2] if kind in fits else error for kind in kinds]
     figures = GroupFigures(
         size,
         1e-9 / per_byte,

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from stratagem.profiler.cache.timing_cache import TimingCache
-from stratagem.profiler.cache.timing_keys import IN_A_NODE, CollectiveKey, Measurement
+from stratagem.profiler.cache.timing_keys import (
+    IN_A_NODE,
+    CollectiveKey,
+    Measurement,
+    error_of_median,
+    median_and_deviation,
+)
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.plan.provenance import Environment
@@ -352,10 +358,9 @@ def _added(
     )
     both = _over_ranks(peers, mine if peers.rank < size else -mine, "max")
     added = (both[:, 0] - both[:, 1]).tolist()
-    low, middle, high = statistics.quantiles(added, n=4, method="inclusive")
-    deviation = (high - low) / 1.349
+    middle, deviation = median_and_deviation(added)
     # What is less than one can be sure of is not told from that; 0.1 µs would be no latency.
-    typical = max(middle, 1.25 * deviation / math.sqrt(MESSAGE_ROUNDS), LEAST_SECONDS)
+    typical = max(middle, error_of_median(deviation, MESSAGE_ROUNDS), LEAST_SECONDS)
     made = MESSAGE_ROUNDS * repeats
     return CollectiveTiming(kind, nbytes, size, typical, deviation / typical, made)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from stratagem.profiler.cache.timing_keys import Measurement, summarise
+from stratagem.profiler.cache.timing_keys import Measurement, error_of_median, summarise
 from stratagem.profiler.machine.device_clocks import DeviceClock, clock_of, num_threads
 from stratagem.profiler.timing.random_operands import (
     Operands,
@@ -326,7 +325,7 @@ def repeat(run: Callable[[], tuple[float, ...]], effort: Effort) -> list[tuple[f
         runs.extend(run() for _ in range(effort.min_repeats))
         passes = list(zip(*runs, strict=True))
         made = [summarise(seconds) for seconds in passes]
-        sure = all(1.25 * p.spread / math.sqrt(p.repeats) <= effort.relative_error for p in made)
+        sure = all(error_of_median(p.spread, p.repeats) <= effort.relative_error for p in made)
         if sure or time.monotonic() > deadline:
             return passes
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
@@ -391,20 +390,6 @@ class Cluster(SavedValue):
     def node_of(self, device: int) -> int:
         """The node that device number `device` is on."""
         return device // self.devices_per_node
-
-    def wait(self, devices: Collection[int]) -> float:
-        """Share of their computing that devices wait for one another that meet in a step.
-
-        Example:
-            >>> pairs = (GroupFigures(2, 1.0, 400.0, wait=0.06),)
-            >>> link = Link("loopback", 1.0, 400.0, by_group_size=pairs)
-            >>> cluster = replace(Cluster.preset("local-cpu"), intra_node=link)
-            >>> cluster.wait([0]), cluster.wait([0, 1])
-            (0.0, 0.06)
-        """
-        members = Counter(device // self.devices_per_node for device in devices)
-        inside = self.intra_node.wait(max(members.values(), default=0))
-        return max(inside, self.inter_node.wait(len(members)))
 
     def device_type(self, device: int) -> DeviceType:
         """The type of device number `device`."""

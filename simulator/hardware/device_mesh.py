@@ -158,6 +158,21 @@ class DeviceMesh:
         found = (cluster.device_type(node * per_node) for node in self.per_node(per_node))
         return tuple({device.name: device for device in found}.values())
 
+    def wait(self, cluster: Cluster) -> float:
+        """Share of their computing that its devices wait for one another (see `GroupFigures`).
+
+        Example:
+            >>> from stratagem.simulator.hardware.cluster import GroupFigures
+            >>> pairs = (GroupFigures(2, 1.0, 400.0, wait=0.06),)
+            >>> link = Link("loopback", 1.0, 400.0, by_group_size=pairs)
+            >>> cluster = replace(Cluster.preset("local-cpu"), intra_node=link)
+            >>> DeviceMesh((MeshAxis("data", 2),), (0, 1)).wait(cluster)
+            0.06
+        """
+        members = self.per_node(cluster.devices_per_node)
+        inside = cluster.intra_node.wait(max(members.values()))
+        return max(inside, cluster.inter_node.wait(len(members)))
+
     def check(self, cluster: Cluster) -> None:
         """Raise ValueError when a device is not in `cluster`."""
         beyond = [d for d in self.devices if not 0 <= d < cluster.num_devices]

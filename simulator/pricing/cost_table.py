@@ -210,7 +210,7 @@ class TableBuilder:
         self.memory = rows = memory or RowMemory()
         self.graph, self.mesh, self.training, self.costs = graph, mesh, training, costs
         figures = rows.figures(mesh, cluster)
-        self.links, self.devices, self.resharder, alike = figures
+        self.links, self.devices, self.resharder, wait, alike = figures
         self.owner = graph.owners
         self._pricer = OperatorPricer(
             graph,
@@ -223,7 +223,7 @@ class TableBuilder:
             cluster.calibration,
             rows.number,
             rows.passes,
-            cluster.wait(mesh.devices),
+            wait,
         )
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
         self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall

@@ -33,7 +33,7 @@ def _nobody() -> None:
 
 
 class MeshFigures(NamedTuple):
-    """What prices depend on of a mesh: links and types of devices.
+    """What prices depend on of a mesh: links, types of devices, and what these `wait`.
 
     `alike` is a number, equal for meshes of a memory on which everything costs the same.
     """
@@ -41,6 +41,7 @@ class MeshFigures(NamedTuple):
     links: tuple[AxisLink, ...]
     devices: tuple[DeviceType, ...]
     resharder: Resharder
+    wait: float
     alike: int
 
 
@@ -103,7 +104,8 @@ class RowMemory:
             links = tuple(mesh.link(axis, cluster) for axis in range(len(mesh.axes)))
             devices = mesh.device_types(cluster)
             types = tuple(device.name for device in devices)
-            alike = mesh.shape, links, types, cluster.wait(mesh.devices)
+            wait = mesh.wait(cluster)
+            alike = self.number((mesh.shape, links, types, wait))
             resharder = shared_resharder(mesh.shape, links)
-            self._meshes[key] = MeshFigures(links, devices, resharder, self.number(alike))
+            self._meshes[key] = MeshFigures(links, devices, resharder, wait, alike)
         return self._meshes[key]

@@ -333,39 +333,37 @@ def simulate_plan(
 def simulate_model(model: PlanModel) -> Simulation:
     """Play a plan whose prices are known."""
     times = step_times(model)
-    step = PlayedStep(model, times)
+    step, pace = PlayedStep(model, times), _pace(model)
     return Simulation(
         plan=model.plan,
         step_time=times.makespan * 1e-9,
         memory=rank_memory(model, times),
-        relative_error=_relative_error(model, step),
+        relative_error=_relative_error(model, step, 0.0 if pace is None else STEP_ERROR),
         is_calibrated=model.spread == 0.0,
         _step=step,
-        pace=_pace(model),
+        pace=pace,
         estimated=_estimated(model),
     )
 
 
-def _relative_error(model: PlanModel, step: SimulatedStep) -> float:
+def _relative_error(model: PlanModel, step: SimulatedStep, rest: float) -> float:
     """The errors of all prices of a step, those of unlike ones as independent.
 
     Operators weigh by their times, as if all erred together; links, where they say how far they
     are off, by their share of the step: for messages between stages, for collectives within one.
-    How a cluster that nobody has measured differs from others adds to that, and so does what steps
-    of processes on shared cores are off for other reasons.
+    How a cluster that nobody has measured differs from others adds to that, and so does the
+    `rest`, what steps of processes on shared cores are off for other reasons.
     """
     kernels = _of_operators(model, lambda row, _: float(row.relative_error[0]))
     links = max((_error_of(link, model.plan) for link in _links(model.plan)), default=0.0)
     share = _communicating(step.timeline()) if links else 0.0
-    rest = STEP_ERROR if _pace(model) is not None else 0.0
     return math.hypot((1 - share) * kernels, share * links, rest, model.spread)
 
 
 def _links(plan: Plan) -> Iterator[Link]:
     """Those that the devices of a plan use."""
-    nodes = {
-        plan.cluster.node_of(device) for stage in plan.stages for device in stage.mesh.devices
-    }
+    per_node = plan.cluster.devices_per_node
+    nodes = {node for stage in plan.stages for node in stage.mesh.per_node(per_node)}
     if plan.num_devices > len(nodes):
         yield plan.cluster.intra_node
     if len(nodes) > 1:
@@ -396,10 +394,9 @@ def _pace(model: PlanModel) -> StepPace | None:
 
 def _estimated(model: PlanModel) -> float | None:
     """The share of computing that was not timed, if any was."""
-    sources = {row.sources[0] for stage in model.stages for row in stage.table.rows}
-    if CostSource.MEASURED.value not in sources:
-        return None
     measured = CostSource.MEASURED.value
+    if all(row.sources[0] != measured for stage in model.stages for row in stage.table.rows):
+        return None
     return 1.0 - _of_operators(model, lambda row, _: float(row.sources[0] == measured))
 
 

@@ -279,6 +279,24 @@ def shift(timeline: Timeline, offset_ns: int) -> Timeline:
     )
 
 
+def chosen_rows(timeline: Timeline, rows: Ints) -> Timeline:
+    """The timeline of some rows only, on the same lanes.
+
+    Example:
+        >>> rows = [Row(name, TaskKind.UPDATE, "rank 0 · compute", 0, 1) for name in "abc"]
+        >>> chosen_rows(from_rows(rows, label="step"), np.array([2, 0])).names
+        ('c', 'a')
+    """
+    return dataclasses.replace(
+        timeline,
+        names=tuple(timeline.names[row] for row in rows),
+        kinds=tuple(timeline.kinds[row] for row in rows),
+        lane=timeline.lane[rows],
+        start=timeline.start[rows],
+        end=timeline.end[rows],
+    )
+
+
 def merge(timelines: Sequence[Timeline], *, label: str) -> Timeline:
     """Put several timelines on one clock into one, such as those of all ranks.
 

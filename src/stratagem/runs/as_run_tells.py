@@ -13,13 +13,21 @@ import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.timeline.time_attribution import disjoint, rows_by_group
-from stratagem.simulator.timeline.timeline import Row, Timeline, from_rows, lane_name, merge
+from stratagem.simulator.timeline.timeline import (
+    Row,
+    Timeline,
+    chosen_rows,
+    from_rows,
+    lane_name,
+    merge,
+)
 
 
 def whole_passes(timeline: Timeline) -> Timeline:
     """A predicted timeline in which passes have the time of the collectives inside them.
 
     Example:
+        >>> from stratagem.simulator.base.task_kinds import TaskKind
         >>> rows = [
         ...     Row("norm F", TaskKind.FORWARD, "stage 0 · compute", 0, 5),
         ...     Row("norm F", TaskKind.COMMUNICATION, "stage 0 · links", 5, 8),
@@ -40,15 +48,7 @@ def whole_passes(timeline: Timeline) -> Timeline:
             if outer is not None:
                 ends[outer] = max(int(ends[outer]), int(timeline.end[row]))
                 inside[row] = True
-    kept = np.flatnonzero(~inside)
-    return replace(
-        timeline,
-        names=tuple(timeline.names[row] for row in kept),
-        kinds=tuple(timeline.kinds[row] for row in kept),
-        lane=timeline.lane[kept],
-        start=timeline.start[kept],
-        end=ends[kept],
-    )
+    return chosen_rows(replace(timeline, end=ends), np.flatnonzero(~inside))
 
 
 def with_receivers(timeline: Timeline, group_of: Callable[[str], str | None]) -> Timeline:

@@ -24,7 +24,7 @@ from stratagem.simulator.schedules.macro_graph import receiving_stage
 from stratagem.simulator.simulation.simulation import Simulation
 from stratagem.simulator.timeline.chrome_trace import write_trace
 from stratagem.simulator.timeline.step_difference import TimelineDiff, diff_timelines
-from stratagem.simulator.timeline.timeline import Timeline, statistics
+from stratagem.simulator.timeline.timeline import Timeline, chosen_rows, statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -323,11 +323,12 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
         measured: from `execute`.
         path: where to save the figure too; the suffix is the format.
     """
+    counted = _counted(predicted, measured)
     comparison = Comparison(
         replace(predicted.timeline, label="predicted"),
         replace(measured.timeline, label="measured"),
-        _rows(predicted, measured),
-        _stage_rows(predicted, measured),
+        _rows(predicted, measured, counted),
+        _stage_rows(predicted, counted),
         _peaks(predicted, measured),
         (*_notes(predicted), *_note_on_pace(predicted, measured)),
         _at_pace(predicted, measured),
@@ -422,8 +423,8 @@ def _means(timeline: Timeline) -> dict[tuple[str, TaskKind], tuple[float, int]]:
     return {task: (1e-9 * sum(s) / len(s), len(s)) for task, s in found.items()}
 
 
-def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
-    ours, theirs = (_time_by_kind(by_kind) for _, by_kind in _counted(predicted, measured))
+def _rows(predicted: Timed, measured: Timed, counted: Counted) -> tuple[ComparisonRow, ...]:
+    ours, theirs = (_time_by_kind(by_kind) for _, by_kind in counted)
     whole = ComparisonRow(WHOLE, predicted.step_time, measured.step_time)
     parts = [
         ComparisonRow(kind.value, ours[kind], theirs[kind])
@@ -433,11 +434,9 @@ def _rows(predicted: Timed, measured: Timed) -> tuple[ComparisonRow, ...]:
     return (whole, *parts)
 
 
-def _stage_rows(predicted: Timed, measured: Timed) -> tuple[StageRow, ...]:
+def _stage_rows(predicted: Timed, counted: Counted) -> tuple[StageRow, ...]:
     stage_of = _stages_of_ranks(predicted.plan) if isinstance(predicted, Simulation) else {}
-    (ours_counted, theirs_counted) = _counted(predicted, measured)
-    ours = _time_by_stage(*ours_counted, {})
-    theirs = _time_by_stage(*theirs_counted, stage_of)
+    ours, theirs = _time_by_stage(*counted[0], {}), _time_by_stage(*counted[1], stage_of)
     return tuple(
         StageRow(what, ours[stage][what], theirs[stage][what], stage)
         for stage in ours
@@ -477,10 +476,11 @@ def _stages_of_ranks(plan: Plan) -> dict[str, str]:
 TimeByGroup = Mapping[TaskKind, Mapping[str, float]]
 """Seconds of each kind of task on each group of lanes."""
 
+Counted = tuple[tuple[Timeline, TimeByGroup], tuple[Timeline, TimeByGroup]]
+"""The predicted timeline and the measured one, and where their time goes."""
 
-def _counted(
-    predicted: Timed, measured: Timed
-) -> tuple[tuple[Timeline, TimeByGroup], tuple[Timeline, TimeByGroup]]:
+
+def _counted(predicted: Timed, measured: Timed) -> Counted:
     """Both timelines as they are counted, and where their time goes.
 
     Where communication wants the cores that compute, what is at once gets equal parts of them, and
@@ -524,18 +524,7 @@ def _time_by_group(timeline: Timeline) -> dict[TaskKind, dict[str, float]]:
     """Per kind and group the seconds in which one of its lanes at least is at it."""
     times: dict[TaskKind, dict[str, float]] = {}
     for kind in TaskKind:
-        found = statistics(_only(timeline, kind))
+        rows = np.flatnonzero([each is kind for each in timeline.kinds])
+        found = statistics(chosen_rows(timeline, rows))
         times[kind] = found.exposed_communication if kind.is_communication else found.computing
     return times
-
-
-def _only(timeline: Timeline, kind: TaskKind) -> Timeline:
-    chosen = np.flatnonzero([each is kind for each in timeline.kinds])
-    return replace(
-        timeline,
-        names=tuple(timeline.names[i] for i in chosen),
-        kinds=(kind,) * len(chosen),
-        lane=timeline.lane[chosen],
-        start=timeline.start[chosen],
-        end=timeline.end[chosen],
-    )

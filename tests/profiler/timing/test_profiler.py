@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 
 import pytest
 import torch
@@ -30,14 +29,8 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.cache.timing_keys import PaceOf, operator_digest, summarise, update_key
 from stratagem.profiler.machine.background_load import BackgroundLoad
-from stratagem.profiler.machine.device_clocks import (
-    CYCLES_A_SECOND,
-    LEAST_AHEAD,
-    MOST_AHEAD,
-    CudaClock,
-)
 from stratagem.profiler.timing import operator_timing
-from stratagem.profiler.timing.operator_timing import OperatorTrial, operator_work, timed
+from stratagem.profiler.timing.operator_timing import OperatorTrial, operator_work
 from stratagem.profiler.timing.random_operands import random_operands, viewed
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import permute, reshape, select
@@ -555,51 +548,6 @@ class TestMeasuredCosts:
             for direction in Direction:
                 cost = costs.operator_cost(operator, sizes, direction, Training(), DEVICE)
                 assert cost.source is CostSource.MEASURED
-
-
-class FakeEvent:
-    """An event of a device whose clock stands at `device_ms` when it is recorded."""
-
-    device_ms = 0.0
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-        self.at: float | None = None
-
-    def record(self, stream: object) -> None:
-        self.at = FakeEvent.device_ms
-
-    def synchronize(self) -> None:
-        assert self.at is not None
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.at is not None
-        assert other.at is not None
-        return other.at - self.at
-
-
-@pytest.mark.parametrize(("device_ms", "host_ms"), [(0.25, 0.0), (0.004, 30.0)])
-def test_a_kernel_on_a_gpu_takes_what_the_device_takes(device_ms, host_ms, monkeypatch):
-    """However long the host takes to start it, which the simulator knows of the device type.
-
-    A device that got to the kernel before its host had started it would have waited in between.
-    """
-    waited = []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
-
-    def kernel() -> None:
-        time.sleep(host_ms * 1e-3)
-        FakeEvent.device_ms += device_ms
-
-    clock = CudaClock(torch.device("cuda"))
-    for _ in range(2):
-        seconds, _ = timed(kernel, clock, lambda: None)
-        assert seconds == pytest.approx(device_ms * 1e-3)
-    least = min(1.5 * host_ms * 1e-3, MOST_AHEAD)
-    assert all(cycles / CYCLES_A_SECOND >= LEAST_AHEAD for cycles in waited)
-    assert least <= waited[1] / CYCLES_A_SECOND <= MOST_AHEAD
 
 
 class TestUpdates:

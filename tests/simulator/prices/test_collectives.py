@@ -285,9 +285,10 @@ class TestLinksByGroupSize:
         assert self.LINK.wait(8) == 0
         cluster = replace(Cluster.preset("dgx-a100", num_nodes=4), intra_node=late)
         mesh = DeviceMesh((MeshAxis("data", 16), MeshAxis("tensor", 2)), tuple(range(32)))
-        assert cluster.wait(range(2)) == 0.05
-        assert cluster.wait(mesh.devices) == 0.12  # Eight on each of four nodes.
-        assert cluster.wait([0, 8, 16]) == 0  # Nobody knows of those between nodes.
+        assert DeviceMesh((MeshAxis("data", 2),), (0, 1)).wait(cluster) == 0.05
+        assert mesh.wait(cluster) == 0.12  # Eight on each of four nodes.
+        # Nobody knows of those between nodes.
+        assert DeviceMesh((MeshAxis("data", 3),), (0, 8, 16)).wait(cluster) == 0
         # A lucky measurement of a large group must not make a part of it wait longer.
         odd = replace(self.LINK, by_group_size=(points[2], replace(points[1], size=16)))
         assert odd.wait(16) == odd.wait(12) == 0.12
