@@ -107,6 +107,8 @@ def report_search(result: sg.SearchResult) -> None:
         "What the plan does:\n"
     )
     say(sg.describe(result.simulation, result.graph))
+    if result.order:
+        say(f"{result.order}.")
     console.print()
 
 

@@ -234,8 +234,8 @@ def _show(say: Console, result: SearchResult, space: bool) -> None:
     for name, why in result.notes.items():
         if name.startswith("method "):
             say.print(f"{name}: {why}.")
-    if result.simulation.crowded:
-        say.print(f"{result.simulation.crowded}.\n")
+    for sentence in filter(None, (result.order, result.simulation.crowded)):
+        say.print(f"{sentence}.\n")
     if space:
         say.print(result_table(result.space_table))
         for reason, count in result.notes.items():
@@ -261,6 +261,7 @@ def _facts(result: SearchResult, space: bool) -> dict[str, Any]:
         "bound": result.bound,
         "gap": result.gap,
         "simplicity": result.simplicity,
+        "order": result.order,
         "variety": variety(result.plan, result.graph),
         "exports": result.exports,
         "robustness": None if sure is None else sure.table.to_dict()["rows"],

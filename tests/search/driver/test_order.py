@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from stratagem.cli.search import _facts, _show
 from stratagem.profiler import (
     Effort,
     MeasuredCosts,
@@ -56,6 +58,15 @@ def test_no_order_is_claimed_of_plans_that_predictions_do_not_tell_apart(
     many = with_steps(result, {str(i): 1.001 + i / 1000 for i in range(5)})
     assert "that of 0, 1, 2 and 2 more or this one" in many.order
     assert with_steps(result, {"far": near + 0.01, "same": 1.0}).order == ""
+
+
+def test_the_command_line_says_so_too(
+    result: SearchResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = with_steps(result, {"near": 1.01})
+    _show(Console(width=1000), told, space=False)
+    assert f"{told.order}." in capsys.readouterr().out
+    assert _facts(told, space=False)["order"] == told.order
 
 
 def test_steps_on_shared_cores_are_less_easily_told_apart(result: SearchResult) -> None:
