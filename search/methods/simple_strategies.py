@@ -52,6 +52,7 @@ def baseline_plans(
     Example:
         >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
         >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> situation = Situation(
         ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
         ... )
@@ -85,6 +86,7 @@ def baseline(
     Example:
         >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
         >>> from stratagem.simulator.graph.models import mlp
+        >>> from stratagem.simulator.kernel_times.training import Training
         >>> situation = Situation(
         ...     mlp([64, 64], batch=32), Cluster.preset("dgx-a100"), Training(), default_costs()
         ... )

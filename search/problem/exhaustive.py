@@ -68,7 +68,7 @@ def exhaustive(problem: Problem, *, limit: int = 1_000_000) -> Optimum:
         >>> problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0, 2))
         >>> best = exhaustive(problem)
         >>> best.fits, best.num_plans
-        (True, 18)
+        (True, 42)
 
     Args:
         problem: a skeleton with its prices.
@@ -119,7 +119,7 @@ def exhaustive_plans(
         >>> cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
         >>> given = Situation(mlp([64, 64], batch=8), cluster, Training(), default_costs())
         >>> [plan.num_microbatches for plan in exhaustive_plans(given)]
-        [1, 2, 4, 2, 4, 8]
+        [1, 2, 4, 8, 1, 2, 4, 8]
 
     Args:
         situation: the model, the cluster, the training and its prices.

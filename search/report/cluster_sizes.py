@@ -96,8 +96,8 @@ def search_sizes(
         ...     mlp([64, 64], batch=64), cluster, [1, 2], objective="money",
         ...     budget=Budget(evaluations=0), num_bounded=0,
         ... )
-        >>> sizes.best.plan.num_devices
-        8
+        >>> sizes.best.plan.cluster.num_nodes
+        1
 
     Args:
         graph: the model at its whole batch, the same on every size.

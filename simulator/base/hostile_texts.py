@@ -94,11 +94,11 @@ def printable(text: str) -> str:
 
 
 def python_text(text: str) -> str:
-    """Text as a literal of Python, in double quotes as formatters have it, whatever is in it.
+    r"""Text as a literal of Python, in double quotes as formatters have it, whatever is in it.
 
     Example:
         >>> print(python_text('a"b'))
-        "a\\\\"b"
+        "a\"b"
     """
     return '"' + "".join(map(_escaped, text)) + '"'
 

@@ -59,7 +59,7 @@ class KernelModelCosts:
         >>> device = DeviceType.preset("A100-80GB")
         >>> cost = KernelModelCosts().update_cost(10**9, Training("bfloat16"), device)
         >>> 0.01 < cost.seconds < 0.03, cost.source
-        (True, <Source.FITTED: 'fitted'>)
+        (True, <CostSource.FITTED: 'fitted'>)
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def costs_or_default(costs: CostModel | None) -> CostModel:
 
     Example:
         >>> costs_or_default(None)
-        KernelModelCosts()
+        <KernelModelCosts: fitted constants of devices, rooflines where there are none>
 
     Raises:
         TypeError: what was given prices no operators, such as the cluster that a plan has anyway.

@@ -202,7 +202,7 @@ def role_of(operator: OfKind) -> OperatorRole:
     Example:
         >>> from stratagem.simulator.graph.models import mlp
         >>> role_of(mlp([8, 8], batch=4).operator("cross_entropy"))
-        <Role.LOSS: 'a number to make smaller, of classes'>
+        <OperatorRole.LOSS: 'a number to make smaller, of classes'>
 
     Raises:
         ValueError: its kind is not known.

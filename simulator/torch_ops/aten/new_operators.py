@@ -15,14 +15,14 @@ def register_operator(kind: OperatorKind, kernel: Kernel, captured: Mapping[str,
     """Make a kind of operator known: to capture, to prices and searches, and to runs.
 
     Example:
-        >>> from stratagem.simulator.operators.kinds.kind_record import Role, no_operations
+        >>> from stratagem.simulator.operators.kinds.kind_record import OperatorRole, no_operations
         >>> from stratagem.simulator.operators.kinds.operator_kinds import KINDS
         >>> from stratagem.simulator.operators.kinds.traffic import EachTensorOnce
         >>> from stratagem.simulator.operators.saved_tensors import SavedTensors
         >>> from stratagem.simulator.torch_ops.aten.arguments import reads
         >>> flip = OperatorKind(
         ...     name="flip",
-        ...     role=Role.OTHER,
+        ...     role=OperatorRole.OTHER,
         ...     flops=no_operations,
         ...     backward_flops=1.0,
         ...     product=None,

@@ -23,6 +23,7 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Te
     outside.
 
     Example:
+        >>> import torch
         >>> one = torch.ones(1, 1, 3)
         >>> selective_scan(one, one, torch.zeros(1, 1), one, one).flatten().tolist()
         [1.0, 2.0, 3.0]

@@ -65,7 +65,7 @@ def find_ties(
         >>> flip = [["aten::flip.default", [["in", 0], [1]], {}]]
         >>> x = OperandShape(((8,), (3,)), "float32")
         >>> [tie.places for tie in find_ties(flip, [x], (8, 3))]
-        [(Place(operand=0, dim=0, leaf=0),)]
+        [(FactorPlace(operand=0, dim=0, leaf=0),)]
 
     Args:
         calls: see `torch_ops.generic.calls`; all operands are called ``["in", i]``.

@@ -241,7 +241,7 @@ def touched_bytes(graph: OperatorGraph, cluster: Cluster, training: Training) ->
         >>> inputs = torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
         >>> graph = capture(MLP([8, 6, 5]), inputs)
         >>> touched_bytes(graph, Cluster.preset("local-cpu"), Training())
-        818
+        934
     """
     states = sum(
         math.prod(parameter.shape) * (training.parameter_bytes + training.gradient_bytes)
