@@ -41,7 +41,7 @@ CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
 
 def tiny_gpt() -> OperatorGraph:
-    return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    return gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
 def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
@@ -56,7 +56,7 @@ def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
 
 @functools.cache
 def found() -> SearchResult:
-    return quick(tiny_gpt())
+    return quick(tiny_gpt(), num_threads=2)
 
 
 def test_the_certificate_holds_for_everything_that_was_met() -> None:
@@ -171,11 +171,7 @@ def test_impossible_constraints_say_what_is_wrong(wishes: dict[str, object], mes
 
 
 def test_one_thread_and_two_find_the_same_plan() -> None:
-    graph = tiny_gpt()
-    plans = {
-        quick(graph, num_threads=threads, seed=3).plan.to_json().encode() for threads in (1, 2)
-    }
-    assert len(plans) == 1
+    assert quick(tiny_gpt(), num_threads=1).plan.to_json() == found().plan.to_json()
 
 
 def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -222,12 +218,12 @@ def test_a_search_goes_on_from_an_edited_plan() -> None:
     assert found.simulation.step_time <= result.simulation.step_time
     other = replace(CLUSTER, name="elsewhere")
     with pytest.raises(ValueError, match="plan to start from is for cluster"):
-        search(graph, other, start=result.plan, budget=Budget(evaluations=0))
+        search(graph, other, start=result.plan, budget=Budget(evaluations=0), baselines=())
 
 
 def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put in after the survey, it renumbered choices that were kept, and was searched twice."""
-    graph = tiny_gpt()
+    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     found = quick(graph, budget=Budget(evaluations=0), num_skeletons=1, baselines=None)
     plan = found.baselines["ZeRO-3"].plan
     mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 2),))
@@ -269,7 +265,7 @@ def test_methods_of_the_literature_are_rows() -> None:
 
 def test_figures_of_a_result() -> None:
     priced = replace(CLUSTER, node_price_per_hour=36.0)
-    result = search(tiny_gpt(), priced, budget=Budget(evaluations=0), num_bounded=0)
+    result = search(tiny_gpt(), priced, budget=Budget(0), num_bounded=0, baselines=())
     step = result.simulation.step_time
     assert result.tokens_per_second == pytest.approx(16 * 32 / step)
     assert result.cost_per_step == pytest.approx(36.0 * step / 3600)
@@ -277,7 +273,7 @@ def test_figures_of_a_result() -> None:
 
 
 def test_sizes_are_compared_by_time_and_by_money() -> None:
-    priced = replace(Cluster.preset("dgx-a100", devices_per_node=3), node_price_per_hour=36.0)
+    priced = replace(Cluster.preset("dgx-a100", devices_per_node=2), node_price_per_hour=36.0)
     graph = tiny_gpt()
     arguments = {
         "budget": Budget(evaluations=0),
@@ -291,7 +287,7 @@ def test_sizes_are_compared_by_time_and_by_money() -> None:
     times = {nodes: r.simulation.step_time for nodes, r in by_money.results.items()}
     by_time = replace(by_money, objective="time")
     assert by_time.best is by_money.results[min(times, key=lambda nodes: times[nodes])]
-    assert {point.num_devices for point in by_money.front} <= set(range(1, 7))
+    assert {point.num_devices for point in by_money.front} <= set(range(1, 5))
     assert min(point.step_time for point in by_money.front) == min(times.values())
     assert len(by_money.table.rows) == 2
     with pytest.raises(ValueError, match="has no price: set node_price_per_hour"):
@@ -305,7 +301,7 @@ def test_sizes_are_compared_by_time_and_by_money() -> None:
 def test_rewritten_graphs_are_searched_too() -> None:
     """Under slow links one merged projection saves collectives that three cannot share."""
     graph = llama(
-        num_layers=2, hidden=256, num_heads=4, ffn=704, vocabulary=512, sequence=128, batch=8
+        num_layers=1, hidden=256, num_heads=4, ffn=704, vocabulary=512, sequence=128, batch=8
     )
     arguments = {
         "budget": Budget(evaluations=400),
@@ -379,13 +375,13 @@ def test_graphs_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(module, "_search_graph", record)
-    result = rewritten(budget=Budget(evaluations=10**9, seconds=3.0))
+    result = rewritten(budget=Budget(evaluations=10**9, seconds=1.0))
     assert result.stop_reason is StopReason.SECONDS
     first, second = (budget.seconds for budget in given)
     assert first is not None
     assert second is not None
-    assert first < 1.5
-    assert second < 3.0 - first
+    assert first < 0.5
+    assert second < 1.0 - first
     assert [budget.evaluations for budget in given] == [5 * 10**8] * 2
 
 

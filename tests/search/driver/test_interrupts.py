@@ -24,7 +24,7 @@ from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import SearchClock
 from tests.support.plans import few
 
-GRAPH = sg.models.gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+GRAPH = sg.models.gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 PAIR = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
 
@@ -221,9 +221,9 @@ def test_at_a_random_moment(moment: int, whole: float) -> None:
 SCRIPT = """
 import stratagem as sg
 graph = sg.models.gpt(
-    num_layers=2, hidden=256, num_heads=8, vocabulary=512, sequence=64, batch=32
+    num_layers=1, hidden=256, num_heads=8, vocabulary=512, sequence=64, batch=32
 )
-cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
+cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 def show(where):
     print(where.phase, flush=True)
 result = sg.search(

@@ -36,8 +36,9 @@ QUICK = Effort(seconds=0.0, min_repeats=2, evict_bytes=0, max_drift=math.inf)
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
     graph = mlp([256, 256, 256], batch=64)
-    cluster = Cluster.preset("dgx-a100", num_nodes=1)
-    return search(graph, cluster, costs=RooflineCosts(), budget=Budget(20), num_threads=1)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    budget = Budget(20, gap=0.9)
+    return search(graph, cluster, costs=RooflineCosts(), budget=budget, baselines=())
 
 
 def with_steps(result: SearchResult, times: dict[str, float]) -> SearchResult:

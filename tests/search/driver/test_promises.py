@@ -248,7 +248,7 @@ def test_a_stage_moves_along_the_model_to_a_mesh_of_another_shape() -> None:
 
 def tied(vocabulary: int = 50304) -> OperatorGraph:
     return gpt(
-        num_layers=4, hidden=512, num_heads=8, vocabulary=vocabulary, sequence=512, batch=24
+        num_layers=2, hidden=512, num_heads=8, vocabulary=vocabulary, sequence=512, batch=24
     )
 
 
@@ -294,7 +294,7 @@ def test_all_microbatches_that_a_model_allows_are_listed_for_one_stage() -> None
 )
 def test_no_skeleton_is_listed_twice(nodes: int, per_node: int) -> None:
     """The program over stages had axes of one device, so 16 and 16 × 1 were both searched."""
-    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     cluster = cluster_of(nodes, per_node, 25.0)
     result = quick(graph, cluster, budget=Budget(evaluations=0), baselines=())
 
@@ -420,7 +420,7 @@ def test_numbers_that_say_nothing_are_refused(changed: dict[str, Any], message: 
 
 
 def test_reasons_to_stop_are_true() -> None:
-    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     cluster = cluster_of(1, 4, 25.0)
     wishes = Constraints(pipeline=1)  # on single devices there is nothing to spend evaluations on
     arguments = {"baselines": (), "num_bounded": 0, "num_skeletons": 1, "constraints": wishes}
@@ -482,7 +482,10 @@ def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> No
     graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     cluster = cluster_of(1, 4 if kind == "pinned" else 2, 25.0)
     plan = starts(graph, cluster)[kind]
-    few_looked_at = {"baselines": (), "num_bounded": 0, "num_skeletons": 1}
+    wishes = Constraints(microbatches=(plan.num_microbatches,), recompute=("none",))
+    few_looked_at = {
+        "baselines": (), "num_bounded": 0, "num_skeletons": 1, "constraints": wishes
+    }  # fmt: skip
     result = quick(graph, cluster, start=plan, budget=Budget(evaluations=100), **few_looked_at)
     assert result.plan.training == plan.training
     if plan.training == Training():
@@ -526,7 +529,7 @@ def test_whenever_time_ends_there_is_a_plan_and_a_true_certificate(
 
 
 def test_time_is_asked_for_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     asked = asked_until(monkeypatch, 10**9)
     phases: dict[str, int] = {}
 

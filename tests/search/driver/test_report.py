@@ -28,13 +28,17 @@ SIZES = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32, "batch
 NASTY = "</script><script>document.title='taken over'</script><b>&amp;\u2028'\"{{data}}"
 
 
+WISHES = Constraints(pipeline=2, microbatches=(8,), recompute=("none",))
+
+
 @pytest.fixture(scope="module")
 def pipelined() -> SearchResult:
     return sg.search(
         gpt(num_layers=2, **SIZES),
         sg.Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2),
         budget=Budget(50, gap=0.3),
-        constraints=Constraints(pipeline=2, microbatches=(8,)),
+        constraints=WISHES,
+        baselines=(),
         progress=False,
     )
 
@@ -42,7 +46,7 @@ def pipelined() -> SearchResult:
 @pytest.fixture(scope="module")
 def written(pipelined: SearchResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    sg.report(pipelined, path, budget=Budget(0), progress=False)
+    sg.report(pipelined, path, budget=Budget(0, gap=0.9), progress=False)
     return path
 
 
@@ -117,7 +121,7 @@ class TestContent:
         plan = replace(pipelined.plan, model=NASTY)
         result = replace(pipelined, plan=plan, simulation=replace(pipelined.simulation, plan=plan))
         table = hardware_changes.hardware_changes(
-            replace(result), default_costs(), budget=Budget(0), constraints=Constraints()
+            replace(result), default_costs(), budget=Budget(0, gap=0.9), constraints=Constraints()
         )
         made = page_content.page_content(result, table, "1")
         text = page.render(made, picture=picture_of(plan), curve=result.curve)
@@ -147,7 +151,9 @@ class TestContent:
 
 class TestChanges:
     def test_faster_links_are_simulated(self, pipelined):
-        table = hardware_changes.hardware_changes(pipelined, default_costs(), budget=Budget(0))
+        table = hardware_changes.hardware_changes(
+            pipelined, default_costs(), budget=Budget(0, gap=0.9)
+        )
         told = dict(zip(table.column("what if"), table.column("step"), strict=True))
         cluster, plan = pipelined.plan.cluster, pipelined.plan
         link = cluster.inter_node
@@ -166,7 +172,7 @@ class TestChanges:
 
     def test_one_node_more_is_searched(self, pipelined):
         table = hardware_changes.hardware_changes(
-            pipelined, default_costs(), budget=Budget(20), constraints=Constraints(pipeline=2)
+            pipelined, default_costs(), budget=Budget(20, gap=0.5), constraints=WISHES
         )
         what, step, change, how = table.rows[-1]
         assert what == "one node more (3 nodes, 6 devices)"
@@ -176,7 +182,10 @@ class TestChanges:
 
     def test_a_search_that_fails_says_why(self, pipelined):
         table = hardware_changes.hardware_changes(
-            pipelined, default_costs(), budget=Budget(0), constraints=Constraints(pipeline=5)
+            pipelined,
+            default_costs(),
+            budget=Budget(0, gap=0.9),
+            constraints=Constraints(pipeline=5),
         )
         _, step, _, how = table.rows[-1]
         assert step is None
@@ -331,7 +340,7 @@ class TestInTheBrowser:
     def test_names_with_markup_stay_text(self, browser, pipelined, tmp_path):
         plan = replace(pipelined.plan, model=NASTY)
         result = replace(pipelined, plan=plan, simulation=replace(pipelined.simulation, plan=plan))
-        sg.report(result, tmp_path / "nasty.html", budget=Budget(0), progress=False)
+        sg.report(result, tmp_path / "nasty.html", budget=Budget(0, gap=0.9), progress=False)
         with browser.page() as tab:
             tab.open(tmp_path / "nasty.html")
             assert tab.value("byId('title').textContent").startswith("</script><script>")
@@ -390,9 +399,10 @@ def test_a_report_makes_its_folder(tmp_path: Path) -> None:
         mlp([64, 64], batch=32),
         sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2),
         budget=Budget(20, gap=0.3),
+        baselines=(),
         progress=False,
     )
-    sg.report(result, tmp_path / "new" / "report.html", budget=Budget(0), progress=False)
+    sg.report(result, tmp_path / "new" / "report.html", budget=Budget(0, gap=0.9), progress=False)
     shown = data_of(tmp_path / "new" / "report.html")
     assert shown["title"] == "mlp on dgx-a100"
     assert shown["changes"]["values"][-1][0] == "one node more (2 nodes, 4 devices)"

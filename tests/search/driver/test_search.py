@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +45,10 @@ def tiny_gpt() -> OperatorGraph:
     return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
+def one_layer() -> OperatorGraph:
+    return gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+
+
 def small_resnet() -> OperatorGraph:
     return resnet(18, batch=16, image=32)
 
@@ -63,7 +68,8 @@ def test_the_kernels_score_is_the_simulators_step_time(build, schedule) -> None:
     graph = build()
     rng = np.random.default_rng(0)
     checked = 0
-    for skeleton in skeletons(graph, CLUSTER, schedule=schedule, max_microbatches=4):
+    found = skeletons(graph, CLUSTER, schedule=schedule, max_microbatches=4)
+    for skeleton in itertools.islice(found, 0, None, 2):
         problem = problem_of(graph, skeleton, (0, 1, 2, 3))
         counts = np.array([len(options) for options in problem.choices])
         for _ in range(3):
@@ -118,8 +124,8 @@ def test_other_schedules_are_scored_as_they_are_simulated(schedule: str, policy:
 def test_a_zero_bubble_pipeline_is_found_and_shorter_than_1f1b() -> None:
     """On a mesh of one device a stage there is nothing but the pipeline to choose."""
     graph = gpt(num_layers=4, hidden=512, num_heads=8, vocabulary=512, sequence=128, batch=32)
-    few = {"num_skeletons": 1, "num_bounded": 0}
-    result = search(graph, CLUSTER, budget=Budget(evaluations=200), schedule="zb-h1", **few)
+    few = {"num_skeletons": 1, "num_bounded": 0, "baselines": ()}
+    result = search(graph, CLUSTER, budget=Budget(0, gap=0.9), schedule="zb-h1", **few)
     baselines = result.baselines
     assert baselines["ZB-H1 pipeline"].step_time < baselines["1F1B pipeline"].step_time
 
@@ -202,7 +208,7 @@ def test_the_exhaustive_optimum_is_found() -> None:
 
 
 def test_never_worse_than_the_best_baseline() -> None:
-    graph = tiny_gpt()
+    graph = one_layer()
     result = search(graph, PAIR, budget=Budget(evaluations=0))
     best = min(result.baselines.values(), key=rank)
     assert rank(result.simulation) <= rank(best)
@@ -233,13 +239,14 @@ def test_memory_is_a_hard_limit() -> None:
     graph = gpt(num_layers=2, hidden=256, num_heads=4, vocabulary=512, sequence=64, batch=16)
     state = 16 * graph.num_parameters / 2**30
     device = replace(CLUSTER.device_types[0], memory_gib=0.75 * state, reserved_gib=0)
-    small = replace(CLUSTER, device_types=(device,))
+    small = replace(PAIR, device_types=(device,))
     result = search(
         graph,
         small,
         budget=Budget(evaluations=500, gap=0.3),
         num_skeletons=2,
         num_bounded=2,
+        baselines=(),
         constraints=Constraints(headroom=0.0),
     )
     assert not result.baselines["data parallel"].fits
@@ -247,7 +254,7 @@ def test_memory_is_a_hard_limit() -> None:
 
 
 def test_where_nothing_fits_the_closest_plan_says_so() -> None:
-    graph = tiny_gpt()
+    graph = mlp([64, 64, 64], batch=16)
     device = replace(CLUSTER.device_types[0], memory_gib=1e-6, reserved_gib=0)
     result = search(
         graph,
@@ -270,7 +277,7 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
         if progress.phase.startswith("searching") and progress.fraction > 0.3:
             raise KeyboardInterrupt
 
-    result = search(tiny_gpt(), PAIR, budget=Budget(evaluations=10_000), progress=interrupt)
+    result = search(one_layer(), PAIR, budget=Budget(evaluations=10_000), progress=interrupt)
     assert result.stop_reason is StopReason.INTERRUPTED
     assert result.evaluations < 10_000
     best = min(result.baselines.values(), key=rank)
@@ -282,31 +289,24 @@ def test_the_clock_stops_it() -> None:
     assert result.stop_reason is StopReason.SECONDS
 
 
+def plan_of(seed: int) -> str:
+    result = search(one_layer(), PAIR, budget=Budget(evaluations=500), seed=seed, num_threads=1)
+    return result.plan.to_json().strip()
+
+
 @pytest.mark.slow
 def test_equal_seeds_give_equal_plans_in_other_processes() -> None:
-    script = (
-        "from stratagem.searcher.driver.search import search\n"
-        "from stratagem.searcher.driver.budget import Budget\n"
-        "from stratagem.simulator.hardware.cluster import Cluster\n"
-        "from stratagem.simulator.graph.models import gpt\n"
-        "import hashlib\n"
-        "g = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)\n"
-        "c = Cluster.preset('dgx-a100', num_nodes=1, devices_per_node=2)\n"
-        "r = search(g, c, budget=Budget(evaluations=500), seed=7, num_threads=1)\n"
-        "print(hashlib.sha256(r.plan.to_json().encode()).hexdigest())\n"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": str(k), "PATH": "", "HOME": "/nonexistent"},
-        ).stdout
-        for k in range(2)
-    }
-    assert len(outputs) == 1
-    assert len(outputs.pop().strip()) == 64
+    """There, where strings hash to other numbers, and here, behind other searches."""
+    script = "from tests.search.driver.test_search import plan_of; print(plan_of(seed=7))"
+    there = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+        env={"PYTHONHASHSEED": "1", "PATH": "", "HOME": "/nonexistent"},
+    ).stdout
+    assert there.strip() == plan_of(seed=7)
 
 
 def test_choices_leave_out_empty_and_lopsided_shards() -> None:

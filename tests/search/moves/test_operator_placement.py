@@ -181,8 +181,21 @@ def trials(situation: Situation, left: int) -> Trials:
     return Trials(situation, lambda _: True, lambda each: each, left)
 
 
+class Products(torch.nn.Module):
+    """Two products beside one another, and how well they agree."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.users, self.items = (torch.nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        return (self.users(user).relu() * self.items(item).relu()).sum()
+
+
 def small_branches(width: int) -> OperatorGraph:
-    return two_towers(batch=8, inputs=width, width=width, depth=1)
+    with torch.device("meta"):
+        model = Products(width)
+    return capture(model, (torch.zeros(8, width), torch.zeros(8, width)))
 
 
 def every_placement(plan: Plan, graph: OperatorGraph) -> Iterator[Plan]:
@@ -229,7 +242,7 @@ def test_steps_of_an_unrolled_layer_are_placed_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "shared", "resnet"])
-@pytest.mark.parametrize("seed", range(examples(12, few=2)))
+@pytest.mark.parametrize("seed", range(examples(12, few=1)))
 def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int) -> None:
     """Any cuts, meshes, choices, pins and schedules on eight devices."""
     rng = random.Random(f"{name} {seed}")

@@ -50,13 +50,13 @@ def decoder(num_layers: int, hidden: int, sequence: int, batch: int) -> Operator
 
 
 def text() -> OperatorGraph:
-    """Two long samples: microbatches leave a pipeline of four stages idle for most of its step."""
-    return decoder(num_layers=4, hidden=2048, sequence=2048, batch=2)
+    """One long sample: no pipeline can begin on the next one while it waits."""
+    return decoder(num_layers=4, hidden=4096, sequence=2048, batch=1)
 
 
 def far_apart() -> Cluster:
-    """Four devices, each in a node of its own, over slow links."""
-    return Cluster.preset("p3.16xlarge", num_nodes=4, devices_per_node=1)
+    """Two devices, each in a node of its own, over slow links."""
+    return Cluster.preset("p3.16xlarge", num_nodes=2, devices_per_node=1)
 
 
 def beside() -> Cluster:
@@ -150,14 +150,14 @@ def test_no_certificate_claims_anything_of_slices() -> None:
         "this one slices them, and no bound is about others that do"
     )
     assert SearchResult.from_json(result.to_json()).certificate == result.certificate
-    pipeline = TrainingSetup(microbatch=1, pipeline=4, training=HALF).plan(text(), far_apart())
+    pipeline = TrainingSetup(microbatch=1, pipeline=2, training=HALF).plan(text(), far_apart())
     whole = replace(result, plan=pipeline)
     assert whole.gap is not None
     assert "slices no tokens" in whole.certificate
 
 
 def test_a_search_goes_on_from_slices_and_is_as_good() -> None:
-    setup = TrainingSetup(microbatch=1, pipeline=4, schedule="gpipe", training=HALF)
+    setup = TrainingSetup(microbatch=1, pipeline=2, schedule="gpipe", training=HALF)
     start = replace(setup.plan(text(), far_apart()), schedule=SLICED, token_slices=2)
     before = simulate_plan(start, text(), default_costs()).step_time
     # Nothing is searched, as there are no evaluations: other numbers of slices are tried, as the

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -161,7 +161,7 @@ def test_a_skeleton_without_choices_is_not_gone_to() -> None:
 
 
 # Of seed 4, going downhill ends 19.7 % above the best.
-@pytest.mark.parametrize("seed", crossed((0, 1, 2, 3, 5, 6, 7, 8), every=2))
+@pytest.mark.parametrize("seed", crossed((0, 1, 2, 3, 5, 6, 7, 8), every=4))
 def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -> None:
     """Against every plan there is; going downhill with choices carried over ends far above."""
     draw = random.Random(seed)
@@ -287,7 +287,7 @@ def walked(found: SearchResult) -> list[str]:
 
 def test_a_search_walks_within_its_budget_and_constraints() -> None:
     graph = pipeline_of_four()
-    wide = found_on(graph, 20_000, pipeline=2, microbatches=(2, 4, 8))
+    wide = found_on(graph, 20_000, pipeline=2, microbatches=(2, 4, 8), recompute=("none",))
     assert any("cut 1" in text for text in walked(wide))
     held = found_on(graph, 20_000, pipeline=2, microbatches=(8,), recompute=("none",))
     assert walked(held)
@@ -301,23 +301,26 @@ def test_a_search_walks_within_its_budget_and_constraints() -> None:
         assert found.bound <= found.simulation.step_time
     # Chains of fewer evaluations settle nothing.
     few = int(LEAST_EVALUATIONS / WALKED_SHARE)
-    assert not walked(found_on(graph, few, pipeline=2))
+    assert not walked(found_on(graph, few, pipeline=2, microbatches=(8,), recompute=("none",)))
 
 
 def crooked() -> OperatorGraph:
     return mlp([128, 128, 1024, 1024, 256, 4096, 1024], batch=512)
 
 
+HELD: dict[str, Any] = {"pipeline": 2, "recompute": ("none",)}
+
+
 @functools.cache
 def found_with_walks() -> SearchResult:
-    return found_on(crooked(), 20_000, pipeline=2)
+    return found_on(crooked(), 20_000, **HELD)
 
 
 def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found_with_walks()
     monkeypatch.setattr(improver, "WALKED_SHARE", 0.0)
     monkeypatch.setattr(search_course, "DESCENT_EVALUATIONS", 0)
-    without = found_on(crooked(), 20_000, pipeline=2)
+    without = found_on(crooked(), 20_000, **HELD)
     assert walked(whole)
     assert not walked(without)
     assert whole.simulation.step_time < without.simulation.step_time
@@ -335,7 +338,7 @@ def test_ctrl_c_in_a_walk_keeps_what_was_settled() -> None:
             if len(shares) == fell + 1:
                 raise KeyboardInterrupt
 
-    found = found_on(graph, 20_000, interrupt, pipeline=2)
+    found = found_on(graph, 20_000, interrupt, **HELD)
     assert found.stop_reason is StopReason.INTERRUPTED
     assert shares == sorted(shares)
     assert list(found.trace) == points[: fell + 1]
