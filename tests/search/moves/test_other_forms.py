@@ -127,14 +127,15 @@ def test_who_asks_for_no_slices_gets_none(changed: dict[str, object]) -> None:
 
 
 def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
-    result = found(text(), far_apart(), schedule=None, budget=Budget(evaluations=0))
+    graph = decoder(num_layers=2, hidden=2048, sequence=2048, batch=2)
+    result = found(graph, far_apart(), schedule=None, budget=Budget(0))
     assert result.plan.schedule == "1f1b"
     assert result.unbounded == ()
     assert result.gap is not None
     for name, words in ((SLICED, "sliced tokens"), (MIRRORED, "two directions")):
         told = result.notes[f"pipelines with {words}"]
         assert told == f"not tried: name {name!r} beside the other schedules"
-    asked = found(text(), far_apart(), schedule=("1f1b", SLICED), budget=Budget(evaluations=0))
+    asked = found(graph, far_apart(), schedule=("1f1b", SLICED), budget=Budget(0))
     assert asked.unbounded == (Form.SLICED,)
     assert "pipelines with two directions" not in asked.notes
 
@@ -187,7 +188,7 @@ def test_what_shards_positions_is_sliced_without_that() -> None:
 
 
 def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_stages() -> None:
-    wishes = Constraints(pipeline=4)
+    wishes = Constraints(pipeline=4, microbatches=(4,), recompute=("none",))
     result = found(few_microbatches(), beside(), constraints=wishes)
     one = found(few_microbatches(), beside(), constraints=wishes, schedule="1f1b")
     assert result.plan.is_mirrored
@@ -202,7 +203,7 @@ def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_st
 
 def test_statistics_that_homes_would_share_have_one_home() -> None:
     graph = resnet(18, batch=16, image=32, classes=16)
-    wishes = Constraints(pipeline=2)
+    wishes = Constraints(pipeline=2, microbatches=(4,), recompute=("none",))
     result = found(graph, beside(), constraints=wishes)
     assert not result.plan.is_mirrored
     assert "pipelines with two directions" not in result.notes
