@@ -58,7 +58,8 @@ def test_microbatches_too_small_for_the_choices_of_a_neighbour_are_passed_over()
     graph = gpt(num_layers=2, hidden=32, num_heads=4, vocabulary=4096, sequence=16, batch=6)
     cluster = cluster_of(3, 1, 25.0)
     device = replace(cluster.device_types[0], memory_gib=0.0017234105616807938, reserved_gib=0.0)
-    result = quick(graph, replace(cluster, device_types=(device,)), schedule=("1f1b",))
+    small = replace(cluster, device_types=(device,))
+    result = quick(graph, small, schedule=("1f1b",), baselines=(), num_bounded=8)
     assert result.simulation.fits
 
 
