@@ -189,6 +189,8 @@ class TrainingRun:
     def _work(self) -> Waits:
         plan = self._plan
         while self._done < plan.steps:
+            if rounds := self._undisturbed():
+                yield from self._pass(rounds)
             count = min(plan.steps_between, plan.steps - self._done)
             yield from self._spend(Spent.USEFUL, self._seconds(count))
             self._done += count
@@ -196,6 +198,31 @@ class TrainingRun:
             yield from self._spend(Spent.CHECKPOINTS, plan.checkpoint_seconds)
             self._writing = (self._env.now + plan.write_seconds, self._done, self._unsaved)
         yield from self._wait_until_written()
+
+    def _undisturbed(self) -> int:
+        """How often steps and a checkpoint surely follow each other before all that is to come.
+
+        Only what happens brings about what was not foreseen, so that nothing does until then. The
+        last round is left out: what is rounded is not to decide what comes first.
+        """
+        plan = self._plan
+        interval = plan.steps_between * plan.step_seconds
+        if self._hazards.step_variation or self._pace < 1 or plan.write_seconds > interval:
+            return 0
+        foreseen = (self._env.peek() - self._env.now) / (interval + plan.checkpoint_seconds)
+        left = (plan.steps - self._done) / plan.steps_between
+        return max(0, int(min(foreseen, left)) - 1)
+
+    def _pass(self, rounds: int) -> Waits:
+        """Train and save so often, undisturbed; the last checkpoint may still be written."""
+        plan = self._plan
+        interval = plan.steps_between * plan.step_seconds
+        yield self._env.timeout(rounds * (interval + plan.checkpoint_seconds))
+        self.spent[Spent.USEFUL] += rounds * interval
+        self.spent[Spent.CHECKPOINTS] += rounds * plan.checkpoint_seconds
+        self._done += rounds * plan.steps_between
+        self._saved, self._unsaved = self._done - plan.steps_between, interval
+        self._writing = (self._env.now + plan.write_seconds, self._done, interval)
 
     def _wait_until_written(self) -> Waits:
         if self._writing is not None:
