@@ -36,8 +36,17 @@ SHOWN = {
 """How many figures each shows, and words that stand in its output."""
 
 
-TWICE = ("01_first_plan", "05_predicted_and_measured", "09_annotations")
-"""Whose calls are those of the README and of the page on annotating, which always run."""
+TWICE = (
+    "01_first_plan",
+    "05_predicted_and_measured",
+    "06_your_model_and_cluster",
+    "07_certificate",
+    "09_annotations",
+)
+"""Whose calls are those of the README and of pages on annotating, one's own model, and searches.
+
+These always run.
+"""
 
 
 def test_every_notebook_is_known() -> None:

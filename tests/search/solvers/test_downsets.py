@@ -47,7 +47,7 @@ def by_definition(predecessors: Sequence[Sequence[int]]) -> set[frozenset[int]]:
     }
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(graphs(most=8))
 def test_all_down_sets_are_found_once_smaller_ones_first(predecessors: list[list[int]]) -> None:
     sets = down_sets(predecessors)
@@ -112,7 +112,7 @@ def test_an_order_against_the_edges_is_refused() -> None:
         linear_down_sets([[], [0]], [0])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(100))
 @given(graphs(most=8))
 def test_every_linearisation_keeps_predecessors_first(predecessors: list[list[int]]) -> None:
     for order in linearisations(predecessors):

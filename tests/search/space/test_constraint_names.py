@@ -30,10 +30,12 @@ CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
 SAMPLES: Config = (Shard("sample"),)
 
 
-def found(constraints: Constraints, **changed: object):  # type: ignore[no-untyped-def]
+def found(  # type: ignore[no-untyped-def]
+    constraints: Constraints, cluster: Cluster = CLUSTER, **changed: object
+):
     given = {"num_skeletons": 1, "num_bounded": 0, "baselines": (), **changed}
     budget = Budget(evaluations=60, gap=0.3)
-    return search(GRAPH, CLUSTER, constraints=constraints, budget=budget, **given)  # type: ignore[arg-type]
+    return search(GRAPH, cluster, constraints=constraints, budget=budget, **given)  # type: ignore[arg-type]
 
 
 def test_axes_are_those_of_the_search() -> None:
@@ -83,8 +85,9 @@ def test_rewritten_graphs_keep_what_is_pinned(pin: str) -> None:
 
 
 def test_rewritten_graphs_may_merge_what_is_not_pinned() -> None:
-    result = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), num_rewritten=2)
-    plain = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}))
+    node = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    result = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), node, num_rewritten=2)
+    plain = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), node)
     assert len(result.space) > len(plain.space)
 
 

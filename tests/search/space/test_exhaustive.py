@@ -56,7 +56,10 @@ def every_plan(problem: Problem, graph: OperatorGraph) -> list[Simulation]:
     ]
 
 
-@pytest.mark.parametrize(("num_stages", "zero"), [(1, (0, 3)), (2, (0,))])
+@pytest.mark.parametrize(
+    ("num_stages", "zero"),
+    [(1, (0,)), (2, (0,)), pytest.param(1, (0, 3), marks=pytest.mark.long)],
+)
 def test_it_finds_what_simulating_every_plan_finds(num_stages: int, zero: tuple[int, ...]) -> None:
     """With memory for all plans, for all but the fastest, and for none."""
     graph, devices = mlp([256, 512, 256], batch=128), 2 * num_stages

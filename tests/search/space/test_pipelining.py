@@ -57,8 +57,8 @@ def renamed(name: str) -> Iterator[str]:
         del SCHEDULES[copy]
 
 
-def situation() -> Situation:
-    graph = gpt(num_layers=4, hidden=128, num_heads=4, vocabulary=96, sequence=32, batch=16)
+def situation(num_layers: int = 4) -> Situation:
+    graph = gpt(num_layers=num_layers, hidden=128, num_heads=4, vocabulary=96, sequence=32, batch=16)
     return Situation(graph, CLUSTER, Training(), default_costs())
 
 
@@ -84,7 +84,7 @@ def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
 # What bounds and stages take of a schedule is compared for all of them above.
 @pytest.mark.parametrize("name", few(NAMES[::-1], 1))
 def test_a_search_under_another_name_ends_alike(name: str) -> None:
-    here = situation()
+    here = situation(num_layers=2)
     arguments = {
         "budget": Budget(evaluations=200, gap=0.02),
         "baselines": (),
