@@ -58,7 +58,9 @@ def renamed(name: str) -> Iterator[str]:
 
 
 def situation(num_layers: int = 4) -> Situation:
-    graph = gpt(num_layers=num_layers, hidden=128, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    graph = gpt(
+        num_layers=num_layers, hidden=128, num_heads=4, vocabulary=96, sequence=32, batch=16
+    )
     return Situation(graph, CLUSTER, Training(), default_costs())
 
 
