@@ -40,7 +40,7 @@ def test_problems_are_drawn_by_their_number() -> None:
 
 
 def test_problems_are_small_and_various() -> None:
-    drawn = [draw_problem(0, number, limit=200_000) for number in range(60)]
+    drawn = [draw_problem(0, number, limit=200_000) for number in range(45)]
     for problem in drawn:
         assert 1 < problem.num_plans <= 200_000
         layers = [o for o in problem.graph.operators if not o.is_source]
@@ -49,7 +49,7 @@ def test_problems_are_small_and_various() -> None:
     assert {problem.cluster.num_devices for problem in drawn} == {a * b for a, b in DEVICES}
     assert {problem.cluster.num_nodes for problem in drawn} == {1, 2}
     memories = [p.cluster.device_type(0).memory_bytes for p in drawn]
-    assert sum(memory < 2**33 for memory in memories) > 15
+    assert sum(memory < 2**33 for memory in memories) > 11
 
 
 def test_plans_are_counted_without_prices() -> None:
@@ -118,12 +118,12 @@ def test_what_counts_as_found_and_as_violated(
 
 
 def test_sums_over_small_problems() -> None:
-    sums = optimality.run(4, seed=0, limit=LIMIT, evaluations=4_000)
-    assert sums["graphs"] == 4
-    assert sums["found"] == 4
-    assert (sums["worst_gap"] > 0) == (sums["found"] < 4)
+    sums = optimality.run(2, seed=0, limit=LIMIT, evaluations=4_000)
+    assert sums["graphs"] == 2
+    assert sums["found"] == 2
+    assert (sums["worst_gap"] > 0) == (sums["found"] < 2)
     assert sums["bound_violations"] == 0
-    assert sums["plans"] == sum(draw_problem(0, i, limit=LIMIT).num_plans for i in range(4))
+    assert sums["plans"] == sum(draw_problem(0, i, limit=LIMIT).num_plans for i in range(2))
 
 
 def test_limits_that_hardly_a_model_keeps_are_refused() -> None:
@@ -172,9 +172,9 @@ def test_cases_have_the_sizes_of_their_names(name: str, billions: float, devices
 
 
 def test_a_line_of_a_small_case() -> None:
-    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
-    case = Case(lambda: mlp([256] * 12, batch=64), lambda: cluster, Training())
-    line = measure("small", case, 2_000, every_baseline=False)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
+    case = Case(lambda: mlp([256] * 4, batch=16), lambda: cluster, Training())
+    line = measure("small", case, 500, every_baseline=False)
     assert json.loads(json.dumps(line)) == line
     step, bound = line["plan_ms"], line["bound_ms"]
     assert line["fits"]

@@ -499,7 +499,7 @@ print(json.dumps([before, after, graph.num_parameters, len(graph.operators)]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpt2_of_124_million_parameters_without_its_weights() -> None:
     pytest.importorskip("transformers")
     ran = subprocess.run(
