@@ -53,6 +53,8 @@ MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
 MOST_AHEAD, NEAR_WORK = 32, 2_000_000
 """Bounds of so few pipelines are sharpened before stages are planned, which may prove that a known
 strategy is near enough; and the work of evaluations by which it is searched then."""
+NOTHING_PROVED = (StopReason.NO_EVALUATIONS, StopReason.EVALUATIONS, StopReason.SETTLED)
+"""Reasons that say of no plan that it is near enough."""
 ROUND = 8
 """Skeletons that are sharpened at the same time, on any number of cores."""
 SHARED_OPERATORS = 100
@@ -180,13 +182,17 @@ class SearchCourse:
             self._list_idle()
             if self._rules.is_near() or self._sharpen_few():
                 known = begun_by(own, self.known_strategies.entries(NEARLY))
-                return self._end_near(known[:num_skeletons])
+                ended = self._end_near(known[:num_skeletons])
+                if ended is not None:
+                    return ended
             stages, early = self._plan_stages(num_skeletons), None
         planned = space.take_all(space.simulated(stages, offer) if early is None else early)
         if self._rules.is_near_listed():
             known = first_policies(sorted([*planned, *own], key=lambda e: e.rank))
             known = begun_by(known, self.known_strategies.entries(NEARLY))
-            return self._end_near(known[:num_skeletons])
+            ended = self._end_near(known[:num_skeletons])
+            if ended is not None:
+                return ended
         near = self._sharpener.neighbourhood(tuple(schedules))
         improver = Improver(space, self.incumbent, near, self._workers, self.notes)
         improver.begin_refining(
@@ -207,7 +213,9 @@ class SearchCourse:
         left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
         best_ranked = first_policies(sorted([*refined, *idle], key=lambda e: e.rank))
         if self._rules.is_near():
-            return self._end_near(begun_by(own, best_ranked)[:num_skeletons])
+            ended = self._end_near(begun_by(own, best_ranked)[:num_skeletons])
+            if ended is not None:
+                return ended
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
         left = max(0, left - self._bound_found(found, left))
@@ -253,15 +261,21 @@ class SearchCourse:
                 self._bound_entries(short, stop, self._rules.enough)
         return self._rules.is_near()
 
-    def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason:
-        """Search by few evaluations, one an operator; what just joined the list is bounded."""
+    def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason | None:
+        """Search by few evaluations, one an operator; what just joined the list is bounded.
+
+        None where what joined it may be better by more than the gap after all.
+        """
         few = [e for e in known if e.num_passes <= NEAR_WORK / self.space.num_operators]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
         ended = self._search_all(few, work=NEAR_WORK)
-        return ended or (
-            StopReason.NEAR if self._rules.is_near() else self._rules.reason(self.evaluations)
-        )
+        if ended is not None:
+            return ended
+        if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):
+            return StopReason.NEAR
+        reason = self._rules.reason(self.evaluations)
+        return None if reason in NOTHING_PROVED else reason
 
     def _plan_stages(self, most: int) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
