@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -105,12 +104,6 @@ class Neighbourhood:
     allows: Callable[[Skeleton], bool]
     room: Callable[[Simulation], Simulation] = lambda simulation: simulation
 
-    @cached_property
-    def cutter(self) -> StageCutter:
-        """Cuts the graph anew where ranks come to have more stages or fewer."""
-        s = self.situation
-        return StageCutter(s.graph, s.cluster, s.costs, s.training)
-
     def around(self, skeleton: Skeleton, best: Simulation) -> list[Neighbour]:
         """Those of a plan on a skeleton that may be tried; whether they are plans is open.
 
@@ -124,7 +117,7 @@ class Neighbourhood:
             self.policies,
             self.schedules,
             busy.index(max(busy)),
-            self.cutter,
+            self.situation.cutter,
         )
         found = []
         for near in neighbours(here):

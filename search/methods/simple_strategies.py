@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.schedule_traits import dealt, most_rounds, run_of
 from stratagem.searcher.space.situation import Method, Situation, rank
-from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.searcher.space.stage_cuts import balanced_stages
+from stratagem.searcher.space.skeletons import Options, Skeleton, recomputed_by, skeleton_of
 from stratagem.searcher.space.strategies import (
     data_parallel,
     expert_dims,
@@ -21,6 +22,7 @@ from stratagem.searcher.space.strategies import (
     with_recompute,
 )
 from stratagem.searcher.space.training_setup import EXPERT_AXIS
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
@@ -29,6 +31,9 @@ from stratagem.simulator.schedules.named_schedules import record_of
 from stratagem.simulator.simulation.simulation import Simulation
 
 Strategy = Callable[[OperatorGraph, Sequence[int]], Choices]
+
+FEW = 5
+"""Fewer plans of a strategy are simulated sooner than they are bounded."""
 
 
 def baseline_plans(
@@ -101,11 +106,33 @@ def baseline(
 
 
 def simulate_family(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
-    """Plans of one strategy; with full recompute, too, where none of them fits."""
-    simulated = [situation.simulate(plan) for plan in plans]
+    """Plans of one strategy; with full recompute, too, where none of them fits.
+
+    Those are left out that are certainly slower than another that fits.
+    """
+    simulated = _simulate_few(situation, plans)
     if any(simulation.fits for simulation in simulated) or situation.graph.is_forward:
         return simulated
-    return simulated + [situation.simulate(_recomputed(situation, plan)) for plan in plans]
+    recomputed = [_recomputed(situation, plan) for plan in plans]
+    return simulated + _simulate_few(situation, recomputed)
+
+
+def _simulate_few(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
+    """Simulate plans, those first that compute for the shortest, while one may be the fastest."""
+    if len(plans) < FEW:
+        return [situation.simulate(plan) for plan in plans]
+    bounds = ComputingBounds(situation, Options())
+    policies = recomputed_by(situation.graph, RECOMPUTE_POLICIES)
+    least = [bounds.seconds(skeleton_of(plan, policies)) for plan in plans]
+    found: dict[int, Simulation] = {}
+    best = math.inf
+    for number in sorted(range(len(plans)), key=least.__getitem__):
+        if least[number] > best:
+            break
+        found[number] = situation.simulate(plans[number])
+        if found[number].fits:
+            best = min(best, found[number].step_time)
+    return [found[number] for number in sorted(found)]
 
 
 def _recomputed(situation: Situation, plan: Plan) -> Plan:
@@ -243,8 +270,10 @@ def _plan(
 ) -> Plan:
     graph = situation.graph.microbatch(num_microbatches)
     s = situation
-    stages = balanced_stages(s.graph, s.cluster, len(meshes), s.costs, s.training)
-    made = [strategy(graph, mesh.shape) for mesh in meshes]
+    stages = s.cutter.stages(len(meshes))
+    made = {shape: strategy(graph, shape) for shape in {mesh.shape for mesh in meshes}}
     skeleton = Skeleton(stages, tuple(meshes), num_microbatches, schedule)
-    chosen = {n: made[s][n] for s, names in enumerate(stages) for n in names}
+    chosen = {
+        n: made[mesh.shape][n] for mesh, names in zip(meshes, stages, strict=True) for n in names
+    }
     return situation.plan(skeleton, chosen, name=name)

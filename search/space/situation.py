@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.schedule_traits import FORWARD_SCHEDULE
 from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.searcher.space.stage_cuts import StageCutter
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
@@ -48,6 +49,11 @@ class Situation:
     def _recent(self) -> RecentValues[Simulation]:
         operators = len(self.graph.operators)
         return RecentValues(max(LEAST_REMEMBERED, REMEMBERED_OPERATORS // operators))
+
+    @cached_property
+    def cutter(self) -> StageCutter:
+        """Cuts the graph into stages of equal time, as many as are asked for."""
+        return StageCutter(self.graph, self.cluster, self.costs, self.training)
 
     def builder(self, graph: OperatorGraph, mesh: DeviceMesh) -> TableBuilder:
         """What prices the operators of a graph on a mesh, one by one: of no pipeline yet."""
