@@ -23,7 +23,7 @@ from stratagem.exports import FORMATS, export
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import Budget
 from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.methods.simple_strategies import baseline_plans
+from stratagem.searcher.methods.simple_strategies import baseline_plans, pipeline_plans
 from stratagem.searcher.space.situation import Situation
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.drawing.pictures import picture_of
@@ -161,10 +161,9 @@ def test_it_is_a_method_to_compare_with() -> None:
     found = baseline_plans(situation, methods={"Chimera": METHODS["Chimera"]})
     best = found["Chimera"]
     assert best.plan.is_mirrored
-    assert {len(plan.stages) for plan in METHODS["Chimera"](situation)} == {2, 4, 8}
-    assert best.step_time == min(
-        situation.simulate(plan).step_time for plan in METHODS["Chimera"](situation)
-    )
+    plans = pipeline_plans(situation, "chimera", "Chimera")
+    assert {len(plan.stages) for plan in plans} == {2, 4, 8}
+    assert best.step_time == min(situation.simulate(plan).step_time for plan in plans)
 
 
 def test_a_search_starts_from_such_a_plan_and_changes_none() -> None:
