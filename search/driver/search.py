@@ -228,15 +228,8 @@ def _with_draws(
             raise KeyboardInterrupt
         best = (found.fastest or found.simulation).step_time
         show(SearchProgress("comparing plans under errors", 0.99, best, found.bound or 0.0))
-        sure = drawn_steps(
-            found.graph,
-            found.compared,
-            situation.costs,
-            draws=draws,
-            seed=seed,
-            check=situation.clock.check,
-            memory=situation.memory,
-        )
+        check, costs = situation.clock.check, situation.costs
+        sure = drawn_steps(found.graph, found.compared, costs, draws=draws, seed=seed, check=check)
         return replace(found, robustness=sure)
     except OutOfTimeError:
         pass

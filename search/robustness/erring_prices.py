@@ -121,21 +121,13 @@ class StepSlopes:
         >>> slopes = StepSlopes(graph, costs)  # doctest: +SKIP
         >>> slopes.of(plan)  # doctest: +SKIP
         (0.0187, array([0.0102, 0.0031, 0.0011, 0.0029, 0.]))
-
-    Args:
-        graph: of the plans.
-        costs: prices of operators.
-        memory: of these costs without errors, for this cluster and training, if there is one.
     """
 
-    def __init__(
-        self, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None = None
-    ) -> None:
+    def __init__(self, graph: OperatorGraph, costs: CostModel) -> None:
         self._graph, self._costs = graph, costs
         self._rows: dict[PriceGroup | None, RowMemory] = {
-            group: RowMemory() for group in PriceGroup
+            group: RowMemory() for group in (None, *PriceGroup)
         }
-        self._rows[None] = RowMemory() if memory is None else memory
         self.errors = dict.fromkeys(PriceGroup, 0.0)
         """Of each group, in the plans so far: the largest standard deviation that is stated."""
 
@@ -145,19 +137,16 @@ class StepSlopes:
         for group, error in price_errors(model).items():
             self.errors[group] = max(self.errors[group], error)
         step = step_seconds(model)
-        alone = len(plan.nodes) == 1  # Nothing is sent between nodes.
+        unused = {PriceGroup.BETWEEN} if len(plan.nodes) == 1 else set()
         dearer = [
-            step
-            if alone and group is PriceGroup.BETWEEN
-            else step_seconds(self._priced(plan, group))
+            step if group in unused else step_seconds(self._priced(plan, group))
             for group in PriceGroup
         ]
         return step, (np.array(dearer) - step) / STEP
 
     def _priced(self, plan: Plan, group: PriceGroup | None) -> PlanModel:
-        costs = self._costs
-        if group is not None:
-            plan, costs = erring(plan, costs, {group: 1.0 + STEP})
+        factors = {} if group is None else {group: 1.0 + STEP}
+        plan, costs = erring(plan, self._costs, factors)
         graph = plan.rewrite(self._graph).graph
         return plan_model(plan, graph, costs, self._rows[group])
 

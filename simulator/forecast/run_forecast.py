@@ -304,7 +304,7 @@ def forecast_run(
 
 def _check_progress(plan: RunPlan, hazards: Hazards, mtbf: float) -> None:
     """Refuse runs that failures keep from ending, before they are played."""
-    work, interval = plan.steps * plan.step_seconds, plan.steps_between * plan.step_seconds
+    work, interval = plan.steps * plan.step_seconds, plan.interval
     expected = expected_seconds(
         work,
         interval,

@@ -57,6 +57,11 @@ class RunPlan:
     write_seconds: float
     num_nodes: int
 
+    @property
+    def interval(self) -> float:
+        """Seconds of the steps between two checkpoints, in the mean, where nothing is wrong."""
+        return self.steps_between * self.step_seconds
+
 
 class _NodeFailed(Exception):  # noqa: N818 - an event of the simulated world, not an error
     """What the process that trains was at has come to nothing."""
@@ -206,23 +211,20 @@ class TrainingRun:
         last round is left out: what is rounded is not to decide what comes first.
         """
         plan = self._plan
-        interval = plan.steps_between * plan.step_seconds
-        if self._hazards.step_variation or self._pace < 1 or plan.write_seconds > interval:
+        if self._hazards.step_variation or self._pace < 1 or plan.write_seconds > plan.interval:
             return 0
-        foreseen = (self._env.peek() - self._env.now) / (interval + plan.checkpoint_seconds)
+        foreseen = (self._env.peek() - self._env.now) / (plan.interval + plan.checkpoint_seconds)
         left = (plan.steps - self._done) / plan.steps_between
         return max(0, int(min(foreseen, left)) - 1)
 
     def _pass(self, rounds: int) -> Waits:
-        """Train and save so often, undisturbed; the last checkpoint may still be written."""
+        """Train and save so often, undisturbed; the last is written before the next round ends."""
         plan = self._plan
-        interval = plan.steps_between * plan.step_seconds
-        yield self._env.timeout(rounds * (interval + plan.checkpoint_seconds))
-        self.spent[Spent.USEFUL] += rounds * interval
+        yield self._env.timeout(rounds * (plan.interval + plan.checkpoint_seconds))
+        self.spent[Spent.USEFUL] += rounds * plan.interval
         self.spent[Spent.CHECKPOINTS] += rounds * plan.checkpoint_seconds
         self._done += rounds * plan.steps_between
-        self._saved, self._unsaved = self._done - plan.steps_between, interval
-        self._writing = (self._env.now + plan.write_seconds, self._done, interval)
+        self._saved, self._unsaved, self._writing = self._done, 0.0, None
 
     def _wait_until_written(self) -> Waits:
         if self._writing is not None:

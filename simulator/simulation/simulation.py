@@ -362,11 +362,10 @@ def _relative_error(model: PlanModel, step: SimulatedStep, rest: float) -> float
 
 def _links(plan: Plan) -> Iterator[Link]:
     """Those that the devices of a plan use."""
-    per_node = plan.cluster.devices_per_node
-    nodes = {node for stage in plan.stages for node in stage.mesh.per_node(per_node)}
-    if plan.num_devices > len(nodes):
+    num_nodes = len(plan.nodes)
+    if plan.num_devices > num_nodes:
         yield plan.cluster.intra_node
-    if len(nodes) > 1:
+    if num_nodes > 1:
         yield plan.cluster.inter_node
 
 

@@ -40,8 +40,8 @@ from tests.support.examples import examples
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
 
-def tiny_gpt() -> OperatorGraph:
-    return gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+def tiny_gpt(num_layers: int = 1) -> OperatorGraph:
+    return gpt(num_layers=num_layers, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
 def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
@@ -223,7 +223,7 @@ def test_a_search_goes_on_from_an_edited_plan() -> None:
 
 def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put in after the survey, it renumbered choices that were kept, and was searched twice."""
-    graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+    graph = tiny_gpt(num_layers=2)
     found = quick(graph, budget=Budget(evaluations=0), num_skeletons=1, baselines=None)
     plan = found.baselines["ZeRO-3"].plan
     mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 2),))

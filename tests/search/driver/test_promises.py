@@ -483,10 +483,8 @@ def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> No
     cluster = cluster_of(1, 4 if kind == "pinned" else 2, 25.0)
     plan = starts(graph, cluster)[kind]
     wishes = Constraints(microbatches=(plan.num_microbatches,), recompute=("none",))
-    few_looked_at = {
-        "baselines": (), "num_bounded": 0, "num_skeletons": 1, "constraints": wishes
-    }  # fmt: skip
-    result = quick(graph, cluster, start=plan, budget=Budget(evaluations=100), **few_looked_at)
+    little = {"baselines": (), "num_bounded": 0, "num_skeletons": 1, "constraints": wishes}
+    result = quick(graph, cluster, start=plan, budget=Budget(evaluations=100), **little)
     assert result.plan.training == plan.training
     if plan.training == Training():
         step = simulate_plan(plan, graph, default_costs()).step_time

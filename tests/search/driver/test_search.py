@@ -41,12 +41,8 @@ PAIR = replace(CLUSTER, devices_per_node=2)
 COSTS = RooflineCosts()
 
 
-def tiny_gpt() -> OperatorGraph:
-    return gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
-
-
-def one_layer() -> OperatorGraph:
-    return gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
+def tiny_gpt(num_layers: int = 2) -> OperatorGraph:
+    return gpt(num_layers=num_layers, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 
 
 def small_resnet() -> OperatorGraph:
@@ -208,7 +204,7 @@ def test_the_exhaustive_optimum_is_found() -> None:
 
 
 def test_never_worse_than_the_best_baseline() -> None:
-    graph = one_layer()
+    graph = tiny_gpt(num_layers=1)
     result = search(graph, PAIR, budget=Budget(evaluations=0))
     best = min(result.baselines.values(), key=rank)
     assert rank(result.simulation) <= rank(best)
@@ -277,7 +273,9 @@ def test_ctrl_c_returns_the_best_so_far() -> None:
         if progress.phase.startswith("searching") and progress.fraction > 0.3:
             raise KeyboardInterrupt
 
-    result = search(one_layer(), PAIR, budget=Budget(evaluations=10_000), progress=interrupt)
+    result = search(
+        tiny_gpt(num_layers=1), PAIR, budget=Budget(evaluations=10_000), progress=interrupt
+    )
     assert result.stop_reason is StopReason.INTERRUPTED
     assert result.evaluations < 10_000
     best = min(result.baselines.values(), key=rank)
@@ -290,7 +288,9 @@ def test_the_clock_stops_it() -> None:
 
 
 def plan_of(seed: int) -> str:
-    result = search(one_layer(), PAIR, budget=Budget(evaluations=500), seed=seed, num_threads=1)
+    result = search(
+        tiny_gpt(num_layers=1), PAIR, budget=Budget(evaluations=500), seed=seed, num_threads=1
+    )
     return result.plan.to_json().strip()
 
 

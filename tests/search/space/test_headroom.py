@@ -135,8 +135,12 @@ def test_a_search_leaves_the_measured_headroom_free_unless_told() -> None:
     """Plans of a large model once filled 78 of 78 GiB."""
     whole = int(4.56 * 2**30)
     graph, cluster = mlp([8192, 8192, 8192, 8192], batch=16384), with_memory(whole)
-    arguments = {"budget": Budget(evaluations=200), "num_bounded": 2, "num_skeletons": 1}
-    arguments["baselines"] = ()  # The simple strategies are there all the same.
+    arguments = {
+        "budget": Budget(evaluations=200),
+        "num_bounded": 2,
+        "num_skeletons": 1,
+        "baselines": (),  # The simple strategies are there all the same.
+    }
     room = measured_headroom(cluster)
     usable = room.usable(whole)
     careful = search(graph, cluster, **arguments)  # type: ignore[arg-type]
