@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import suppress
+from functools import cache
 
 from stratagem.simulator.graph.placement import PARTIAL, REPLICATE
 from stratagem.simulator.hardware.device_mesh import AxisLink
@@ -16,6 +17,7 @@ AT_A_CAPTURE = "torch.export._trace"
 """What torch imports at the first export, and its compiler with it."""
 
 
+@cache
 def load_first_uses(*, captures: bool) -> None:
     """Load what ranks would each load in their first step; no result is another one for it.
 

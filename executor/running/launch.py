@@ -23,12 +23,16 @@ from stratagem.executor.running.world import default_backend
 from stratagem.executor.training.training_loop import warn_not_finite
 from stratagem.executor.watching import rank_starter
 from stratagem.executor.watching.failures import STARTER_LOG, failure_of, first_ended, keep_logs
-from stratagem.executor.watching.process_activity import ranks_here
+from stratagem.executor.watching.kept_imports import keeper_for
+from stratagem.executor.watching.process_activity import ranks_in_folder
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import ProcessBackend
 
 P = TypeVar("P", Path, Path | None)
+
+EXECUTOR = "stratagem.executor"
+"""What the ranks of a plan run."""
 
 LAST_SECONDS = 15.0
 """How long ranks may take to end once the result of their run is there."""
@@ -69,7 +73,7 @@ def launch(
     backend = request.backend or default_backend(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)
-    with Scratch() as scratch:
+    with rank_scratch(EXECUTOR, plan.num_devices, backend) as scratch:
         out, status = scratch.folder / "result.json", scratch.folder / "status.json"
         file = scratch.folder / "request.json"
         resume = None if request.resume is None else find_checkpoint(request.resume)
@@ -90,7 +94,7 @@ def launch(
                 show_status(status, show)
 
         run_ranks(
-            ["stratagem.executor", str(asked.plan), "--request", str(file)],
+            [EXECUTOR, str(asked.plan), "--request", str(file)],
             plan.num_devices,
             folder=folder,
             timeout=timeout,
@@ -109,6 +113,22 @@ def launch(
 def _resolved(path: P) -> P:
     """A path that holds in other folders too."""
     return path if path is None else path.resolve()
+
+
+def rank_scratch(module: str, num_ranks: int, backend: ProcessBackend) -> Scratch:
+    """The folder of a run whose ranks run a module, one of ours, as a context.
+
+    From the second run on that a process begins in the same environment, ranks that talk by
+    ``gloo`` are forked from one that stays for a while with what they import.
+
+    Example:
+        >>> with rank_scratch("stratagem.executor", 2, "gloo") as scratch:
+        ...     scratch.folder.exists()
+        True
+    """
+    if backend != "gloo":
+        return Scratch()
+    return Scratch(keeper_for(module, _environment(num_ranks, ours=True)))
 
 
 def run_ranks(
@@ -170,7 +190,7 @@ def run_ranks(
         [*_starter(num_ranks, logs, store, forks=ours and backend == "gloo"), *arguments],
         log=logs / STARTER_LOG,
         folder=folder,
-        environment=_environment(num_ranks, store, ours=ours),
+        environment=_environment(num_ranks, ours=ours) | {STORE_FOLDER: str(store)},
         timeout=timeout,
         look=over,
     )
@@ -207,7 +227,7 @@ class _Ending:
             self._since = time.monotonic()
         if time.monotonic() - self._since < LAST_SECONDS:
             return False
-        self._late = sorted(ranks_here(f"{STORE_FOLDER}={self._store}", store=self._store))
+        self._late = sorted(ranks_in_folder(self._store))
         return bool(self._late)  # What the starter itself still has to do is its own.
 
     def warn(self, code: int | None) -> None:
@@ -243,8 +263,8 @@ def _starter(num_ranks: int, logs: Path, store: Path, *, forks: bool) -> list[st
     return [sys.executable, *flags, file, how, str(num_ranks), str(logs), str(store)]
 
 
-def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
-    """What all ranks are told: to meet in a folder, and to stay on this machine.
+def _environment(num_ranks: int, *, ours: bool) -> dict[str, str]:
+    """What all ranks are told but for the folder where they meet: to stay on this machine.
 
     A module of `ours` looks for models in the current folder itself, after all else.
     """
@@ -254,7 +274,6 @@ def _environment(num_ranks: int, store: Path, *, ours: bool) -> dict[str, str]:
     environment.setdefault("NCCL_DEBUG", "WARN")  # Else its errors say only that it has more.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return environment | {
-        STORE_FOLDER: str(store),
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,

@@ -3,9 +3,10 @@
     caller ── command, end ──▶ keeper ── rank starter ── ranks and what they start
     caller ◀── exit code ───── keeper: is the caller there? is a process of the run left over?
 
-This file is run by its path, alone and without site packages, so that it is there in an instant.
-What a run starts and leaves behind becomes a child of the keeper, which ends it. A keeper that is
-killed takes the starter with it (`rank_starter`), and that its ranks.
+This file is run by its path, alone and without site packages, so that it is there in an instant;
+or it is forked (`fork_server`) from a process that has already imported what the ranks run. What a
+run starts and leaves behind becomes a child of the keeper, which ends it. A keeper that is killed
+takes the starter with it (`rank_starter`), and that its ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 POLL_SECONDS = 0.1
 """How often the keeper looks around."""
@@ -39,11 +41,56 @@ STOP, END = b"stop\n", b"end\n"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Keeper:
-    """One run: its caller, its folder and its command."""
+class Command(Protocol):
+    """A command that runs, as `subprocess.Popen` has it."""
 
-    def __init__(self, caller: int, folder: str) -> None:
-        self._caller, self._folder = caller, folder
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, when it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: when it runs for longer.
+        """
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, if it still runs."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+def spawn(order: dict[str, Any]) -> Command:
+    """Begin the command of an order as a program of its own, which ends with the keeper."""
+    with open(order["log"], "wb") as log:
+        return subprocess.Popen(
+            order["command"],
+            cwd=order["folder"],
+            env=order["environment"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: _control(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+
+
+class Keeper:
+    """One run: its folder and its command.
+
+    Args:
+        folder: which is removed at the end.
+        is_alone: whether the caller is gone.
+        begin: begins the command of an order.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        is_alone: Callable[[], bool],
+        begin: Callable[[dict[str, Any]], Command] = spawn,
+    ) -> None:
+        self._folder, self._is_alone, self._begin = folder, is_alone, begin
         self._told = b""
         self._ended = False
 
@@ -65,16 +112,7 @@ class Keeper:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self, order: dict[str, Any]) -> int:
-        with open(order["log"], "wb") as log:
-            process = subprocess.Popen(
-                order["command"],
-                cwd=order["folder"],
-                env=order["environment"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=lambda: _control(PR_SET_PDEATHSIG, signal.SIGTERM),
-            )
+        process = self._begin(order)
         try:
             while process.poll() is None and not self._is_over() and not self._told:
                 self._listen(POLL_SECONDS)
@@ -85,17 +123,17 @@ class Keeper:
 
     def _is_over(self) -> bool:
         """Whether the caller wants no more, is gone, or the keeper has been asked to end."""
-        return self._ended or os.getppid() != self._caller
+        return self._ended or self._is_alone()
 
     def _line(self) -> bytes:
-        """The next line of the caller; nothing when it is gone before.
+        """The next line of the caller; nothing when it is gone before, or has nothing to run.
 
         More lines may have come with it, where the caller was quicker than this process began.
         """
         while b"\n" not in self._told and not self._is_over():
             self._listen(POLL_SECONDS)
         line, _, self._told = self._told.partition(b"\n")
-        return b"" if self._is_over() else line
+        return b"" if self._is_over() or line == END.strip() else line
 
     def _listen(self, seconds: float) -> None:
         """Take what the caller says within some seconds; its end of the pipe is its life."""
@@ -114,7 +152,7 @@ def _control(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: Command) -> None:
     """Ask the command to stop, and so its ranks; insist if it does not."""
     if process.poll() is not None:
         return
@@ -173,4 +211,5 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    Keeper(int(sys.argv[1]), sys.argv[2]).main()
+    caller, place = int(sys.argv[1]), sys.argv[2]
+    Keeper(place, lambda: os.getppid() != caller).main()

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from stratagem.executor.watching.rank_starter import PID_FILE
+from stratagem.executor.watching.rank_starter import PID_FILE, begun_at
 
 WORKING_SHARE = 0.02
 """Processor time, as a share of the time passed, above which a process counts as working."""
@@ -61,49 +61,45 @@ def state_of(pid: int) -> str:
         return "X"
 
 
-def ranks_here(
-    setting: str, parent: int | None = None, *, store: Path | None = None
-) -> dict[int, int]:
-    """The processes of ranks on this machine, by rank.
+def ranks_in_folder(store: Path, parent: int | None = None) -> dict[int, int]:
+    """The processes of the ranks of a run on this machine, by rank.
 
-    The system knows which they are. Those of a run with a folder may share their environment, as
-    it shows there, so files of that folder (`rank_starter`) say which rank is which of them.
+    Files of the run's folder (`rank_starter`) say which they are, and when each was begun; the
+    system says whether that process still runs. Its environment says nothing: that of a forked
+    process is, as it shows there, its first parent's.
+
+    Args:
+        store: the run's folder.
+        parent: the process that started them; any one when left out.
+    """
+    found = {}
+    for path in store.glob(f"{PID_FILE}*"):
+        with suppress(OSError, ValueError):  # It is gone, or being written.
+            pid, begun = path.read_text("utf-8").split()
+            if begun_at(int(pid)) == begun and _runs_under(int(pid), parent):
+                found[int(path.name.removeprefix(PID_FILE))] = int(pid)
+    return found
+
+
+def ranks_with_setting(setting: str, parent: int | None = None) -> dict[int, int]:
+    """The processes of ranks that torchrun started by hand on this machine, by rank.
 
     Args:
         setting: that their environment has, such as ``NAME=value``.
         parent: the process that started them; any one when left out.
-        store: the folder of a run on one machine; None for ranks that torchrun started by hand.
     """
-    found = _in_environments(setting) if store is None else _in_folder(store)
-    return {
-        rank: pid
-        for rank, pid in found.items()
-        if _has(pid, setting) and (parent is None or _parent_of(pid) == parent)
-    }
-
-
-def _in_environments(setting: str) -> dict[int, int]:
-    """Processes that say in their environment which rank they are, by rank."""
     found: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")) if Path("/proc").is_dir() else ():
-        if _has(int(name), setting):
-            ranks = [each[5:] for each in _settings(int(name)) if each.startswith(b"RANK=")]
+        settings = _settings(int(name))
+        if setting.encode() in settings and _runs_under(int(name), parent):
+            ranks = [each[5:] for each in settings if each.startswith(b"RANK=")]
             found |= {int(each): int(name) for each in ranks}
     return found
 
 
-def _in_folder(store: Path) -> dict[int, int]:
-    """Processes that the folder of a run says are its ranks, by rank."""
-    found = {}
-    for path in store.glob(f"{PID_FILE}*"):
-        with suppress(OSError, ValueError):  # It is gone, or being written.
-            found[int(path.name.removeprefix(PID_FILE))] = int(path.read_text("utf-8"))
-    return found
-
-
-def _has(pid: int, setting: str) -> bool:
-    """Whether a process runs and has this in its environment."""
-    return setting.encode() in _settings(pid) and state_of(pid) not in "ZX"
+def _runs_under(pid: int, parent: int | None) -> bool:
+    """Whether a process runs, and that one started it."""
+    return state_of(pid) not in "ZX" and (parent is None or _parent_of(pid) == parent)
 
 
 def _settings(pid: int) -> list[bytes]:

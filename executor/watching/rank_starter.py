@@ -88,10 +88,7 @@ class Starter:
 
     def _forked_module(self) -> ModuleType | None:
         """What ranks run, imported for all of them; None, and why, where a fork is not safe."""
-        module = _imported(self._command[0])
-        if hasattr(module, "before_fork"):
-            module.before_fork()
-        others = other_threads()
+        module, others = load_for_forks(self._command[0])
         if others:
             _say(
                 f"ranks are programs of their own, which takes them longer to start: a fork is "
@@ -115,7 +112,7 @@ class Starter:
             finally:
                 os._exit(1)
         self._running[pid] = rank
-        (self._store / f"{PID_FILE}{rank}").write_text(str(pid), "utf-8")
+        (self._store / f"{PID_FILE}{rank}").write_text(f"{pid} {begun_at(pid)}", "utf-8")
 
     def _settings(self, rank: int) -> dict[str, str]:
         """What torchrun tells a rank of one node, in its environment."""
@@ -139,7 +136,7 @@ class Starter:
 
     def _become(self, rank: int, starter: int, before: Iterable[int]) -> None:
         """Make this new process a rank's: it ends with the starter, and has its own files."""
-        _end_with_parent(starter)
+        end_with_parent(starter)
         os.setsid()
         for number, name in ((1, "stdout.log"), (2, "stderr.log")):
             path = self._logs / str(rank) / name
@@ -243,6 +240,19 @@ def _exit_code(told: object) -> int:
     return 1
 
 
+def load_for_forks(name: str) -> tuple[ModuleType, list[str]]:
+    """Import what ranks run, and what it would load in each of them.
+
+    Returns:
+        The module that `python -m` would run for a name, which has a `main`, and the other
+        threads of this process, beside which a fork is not safe.
+    """
+    module = _imported(name)
+    if hasattr(module, "before_fork"):
+        module.before_fork()
+    return module, other_threads()
+
+
 def other_threads() -> list[str]:
     """The threads of this process but the main one, in words; empty where it has no other.
 
@@ -284,7 +294,7 @@ def _draw_anew() -> None:
         numpy_random.seed()
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Let Linux ask this process to stop when its parent ends, or end now if it has already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -299,6 +309,17 @@ def _signal(pid: int, number: int) -> None:
     except ProcessLookupError:  # It has no session yet.
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def begun_at(pid: int) -> str:
+    """When the system began a process, in its ticks; with its number that tells it from others.
+
+    Empty where it is gone, or where the system does not say.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def _free_port() -> str:
@@ -317,6 +338,16 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
+def start(arguments: list[str]) -> int:
+    """Start ranks and wait for their end; the exit code of the run.
+
+    Args:
+        arguments: how they are started (`FORK` or `EXEC`), how many they are, folder of their
+            logs, folder of the run, the module that they run, and its arguments.
+    """
+    how, count, logs, store, *command = arguments
+    return Starter(int(count), Path(logs), Path(store), command).main(forks=how == FORK)
+
+
 if __name__ == "__main__":
-    how, count, logs, store, *command = sys.argv[1:]
-    os._exit(Starter(int(count), Path(logs), Path(store), command).main(forks=how == FORK))
+    os._exit(start(sys.argv[1:]))

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from select import select
 from types import TracebackType
 
 from stratagem.executor.watching import keeper
+from stratagem.executor.watching.kept_imports import BeginKeeper, spawned_keeper
 
 LOOK_SECONDS = 0.25
 """How often a run is looked at."""
@@ -37,14 +37,18 @@ class Scratch:
     Attributes:
         folder: the folder; it and all processes of `run` are gone at the end of the context, and
             also when this process is killed.
+
+    Args:
+        begin: begins the process that keeps them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: BeginKeeper = spawned_keeper) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="stratagem-"))
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), str(self.folder)]
-        self._keeper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._keeper = begin(self.folder)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def __enter__(self) -> Scratch:
         return self
@@ -128,8 +132,10 @@ class Scratch:
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
         if not line:
+            code = self._keeper.wait()
+            told = "" if code is None else f" (exit code {code})"
             raise RuntimeError(
-                f"the process that keeps the run was ended by another one (exit code "
-                f"{self._keeper.wait()}), and the run with it; run again"
+                f"the process that keeps the run was ended by another one{told}, and the run with "
+                f"it; run again"
             )
         return int(line)

@@ -31,7 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from stratagem.executor.backends.rank_stores import STORE_FOLDER, WatchStore, watch_store
 from stratagem.executor.watching.judges import PERIOD, Beat, Follower, Judge, Limits, not_arrived
-from stratagem.executor.watching.process_activity import Activity, ranks_here, state_of
+from stratagem.executor.watching.process_activity import (
+    Activity,
+    ranks_in_folder,
+    ranks_with_setting,
+    state_of,
+)
 from stratagem.executor.watching.rank_place import Place, RunPoint
 from stratagem.executor.watching.termination import TerminationSignal
 
@@ -186,13 +191,12 @@ class Watch:
         Only what the system shows to be a rank of this run: what is in a store decides about no
         other process.
         """
-        run = STORE_FOLDER if STORE_FOLDER in os.environ else "TORCHELASTIC_RUN_ID"
         store = os.environ.get(STORE_FOLDER)
-        pid = ranks_here(
-            f"{run}={os.environ.get(run, '')}",
-            self._parent,
-            store=None if store is None else Path(store),
-        ).get(rank)
+        if store is None:
+            run = f"TORCHELASTIC_RUN_ID={os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+            pid = ranks_with_setting(run, self._parent).get(rank)
+        else:
+            pid = ranks_in_folder(Path(store), self._parent).get(rank)
         if pid is not None and state_of(pid) in "Tt":
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -20,9 +20,8 @@ from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.optimizers.muon import Muon
 from stratagem.executor.program.programs import Program
 from stratagem.executor.running.execute import prepare
-from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.running.launch import rank_scratch, run_ranks
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.executor.watching.run_folder import Scratch
 from stratagem.profiler.cache.timing_keys import Launched, Measurement, summarise
 from stratagem.profiler.timing.collective_fits import fit_link
 from stratagem.profiler.timing.collective_timing import REPEATS, CollectiveTiming
@@ -295,7 +294,7 @@ def measure_collectives(
     """
     if num_processes < 2:
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
-    with Scratch() as scratch:
+    with rank_scratch("stratagem.calibration.link_worker", num_processes, backend) as scratch:
         path = scratch.folder / "timings.json"
         run_ranks(
             ["stratagem.calibration.link_worker", str(path), backend, str(repeats)],

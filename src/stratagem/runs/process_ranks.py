@@ -24,12 +24,11 @@ from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult, not_graphed
 from stratagem.executor.running.execute import run_plan
 from stratagem.executor.running.first_uses import load_first_uses
-from stratagem.executor.running.launch import run_ranks
+from stratagem.executor.running.launch import rank_scratch, run_ranks
 from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
 from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.learning_rates import RateSchedule, rate_told, told_to_others
 from stratagem.executor.training.training_loop import RunOptions, RunSettings, warn_not_finite
-from stratagem.executor.watching.run_folder import Scratch
 from stratagem.runs.batch_feeder import Fed, Feeder
 from stratagem.simulator.base.files import atomic_path
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -72,7 +71,7 @@ def run_processes(
     functions = imports_of(
         call for each in graph.operators for call, *_ in each.attributes.get("calls", ())
     )
-    with Scratch() as scratch:
+    with rank_scratch(__name__, plan.num_devices, backend) as scratch:
         name = str(scratch.folder)
         task = {
             "plan": plan.to_json(),
@@ -96,7 +95,7 @@ def run_processes(
                     feeder.check()
 
             run_ranks(
-                ["stratagem.runs.process_ranks", name],
+                [__name__, name],
                 plan.num_devices,
                 timeout=timeout,
                 look=look,

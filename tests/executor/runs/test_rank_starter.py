@@ -19,7 +19,7 @@ from examples.models import MLP
 from stratagem.executor.running.launch import launch, run_ranks
 from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.watching import rank_starter
-from stratagem.executor.watching.process_activity import ranks_here, state_of
+from stratagem.executor.watching.process_activity import ranks_in_folder, state_of
 from stratagem.simulator.plan.provenance import ProcessBackend
 from tests.executor.runs.test_faults import make_plan
 from tests.executor.runs.test_run_ends import wait_for
@@ -356,20 +356,20 @@ def test_ranks_end_with_their_starter(run: Run, how: str, number: int) -> None:
 
 
 def test_ranks_are_found_by_the_folder_and_by_what_the_system_says(run: Run) -> None:
-    """A file that names somebody else's process, or another rank's starter, names no rank."""
-    run.settings["STRATAGEM_STORE"] = mark = str(run.place)
+    """A file that names somebody else's process, or one of another time, names no rank."""
     process = run.start("fork", "waits", "wait", str(run.place))
     wait_for(lambda: all((run.place / f"{rank}.here").exists() for rank in range(2)))
-    mark = f"STRATAGEM_STORE={mark}"
     try:
-        found = ranks_here(mark, process.pid, store=run.store)
+        found = ranks_in_folder(run.store, process.pid)
         assert sorted(found) == [0, 1]
         assert {rank: rank_of(pid) for rank, pid in found.items()} == {0: 0, 1: 1}
-        assert ranks_here(mark, os.getpid(), store=run.store) == {}
-        assert ranks_here("STRATAGEM_STORE=/elsewhere", store=run.store) == {}
-        (run.store / "rank-1").write_text(str(os.getpid()))
+        assert ranks_in_folder(run.store, os.getpid()) == {}
+        begun = int(rank_starter.begun_at(found[1]))
+        (run.store / "rank-1").write_text(f"{found[1]} {begun - 1}")
+        (run.store / "rank-5").write_text(f"{os.getpid()} {begun}")
+        (run.store / "rank-6").write_text(str(os.getpid()))
         (run.store / "rank-7").write_text("")
-        assert ranks_here(mark, store=run.store) == {0: found[0]}
+        assert ranks_in_folder(run.store) == {0: found[0]}
     finally:
         process.terminate()
         finished(process, code=128 + signal.SIGTERM)
@@ -445,7 +445,7 @@ def build():
     before = set(sys.modules)
 
     def tell():
-        forked = "forked" if "rank_starter.py" in " ".join(sys.orig_argv) else "not forked"
+        forked = "forked" if "watching" in " ".join(sys.orig_argv) else "not forked"
         found = [forked, *sorted(set(sys.modules) - before)]
         Path(os.environ["RANK"] + ".txt").write_text("\\n".join(found))
 

@@ -23,7 +23,8 @@ from stratagem.executor.backends.rank_stores import FolderStore
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.watching.judges import Limits
-from stratagem.executor.watching.process_activity import ranks_here, state_of
+from stratagem.executor.watching.kept_imports import keep_no_more
+from stratagem.executor.watching.process_activity import ranks_with_setting, state_of
 from stratagem.executor.watching.run_folder import Scratch
 from stratagem.executor.watching.watch import RankError, Watch
 from tests.executor.runs.test_faults import make_plan
@@ -92,6 +93,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
+    keep_no_more()
     try:
         wait_for(lambda: not of_run(tmp_path), END_SECONDS)
     finally:
@@ -356,13 +358,13 @@ def test_a_rank_is_found_by_its_environment_and_its_parent() -> None:
     name, _, value = mark.partition("=")
     child = subprocess.Popen(["sleep", "60"], env=os.environ | {name: value, "RANK": "7"})
     try:
-        wait_for(lambda: ranks_here(mark) == {7: child.pid})
-        assert ranks_here(mark, os.getpid()) == {7: child.pid}
-        assert ranks_here(mark, os.getppid()) == {}
+        wait_for(lambda: ranks_with_setting(mark) == {7: child.pid})
+        assert ranks_with_setting(mark, os.getpid()) == {7: child.pid}
+        assert ranks_with_setting(mark, os.getppid()) == {}
     finally:
         child.kill()
         child.wait()
-    assert ranks_here(mark) == {}
+    assert ranks_with_setting(mark) == {}
 
 
 def test_a_store_of_files_keeps_the_first_of_two_faults(tmp_path: Path) -> None:
@@ -397,6 +399,16 @@ def test_a_scratch_folder_ends_what_was_started_in_it(tmp_path: Path) -> None:
         assert state_of(int(pid.read_text())) == "X"
         assert scratch.folder.exists()
     assert not scratch.folder.exists()
+
+
+def test_a_scratch_folder_in_which_nothing_runs_says_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As where the caller fails before: its own error is the one to read."""
+    with Scratch() as scratch:
+        assert scratch.folder.exists()
+    assert not scratch.folder.exists()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_command_is_stopped_when_time_is_over() -> None:
