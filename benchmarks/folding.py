@@ -35,7 +35,7 @@ from stratagem.simulator.simulation.priced_plan import (
     block_times,
     plan_model,
 )
-from stratagem.simulator.stage.cell_layouts import Cells
+from stratagem.simulator.stage.cell_layouts import Cells, Layouts
 from stratagem.simulator.stage.device_cells import CellBlock, cell_block
 
 DEVICES = (8, 64, 512)
@@ -82,9 +82,8 @@ def build(stage: StageModel, *split: int) -> CellBlock:
     choices = np.zeros(len(stage.table.graph.operators), dtype=np.int64)
     cells = Cells(stage.table.mesh.shape, split)
     blocks = stage.blocks
-    return cell_block(
-        stage.builder, stage.table, blocks, blocks.backward, choices, cells, last=True
-    )
+    layouts = Layouts(stage.builder, stage.table, choices, cells)
+    return cell_block(blocks, blocks.backward, choices, layouts, last=True)
 
 
 def best_ms(call: Callable[[], object]) -> float:

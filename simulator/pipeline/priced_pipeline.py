@@ -51,7 +51,7 @@ from stratagem.simulator.schedules.macro_graph import MacroGraph, macro_graph, t
 from stratagem.simulator.schedules.weight_versions import stashing_actions, versions_kept
 from stratagem.simulator.schedules.work_kinds import NUM_KINDS, SEND, TIE
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.stage.cell_layouts import Cells
+from stratagem.simulator.stage.cell_layouts import Cells, Layouts
 from stratagem.simulator.stage.device_cells import cell_block, pinned_axes
 from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.stage_blocks import StageBlocks
@@ -169,10 +169,11 @@ class PricedPipeline:
         found = np.zeros((NUM_KINDS, self.macro.num_items), dtype=np.int64)
         for stage, (table, blocks) in enumerate(zip(self.tables, self.blocks, strict=True)):
             cells = Cells(table.mesh.shape, pinned_axes(table, choice))
+            layouts = Layouts(self.builders[stage], table, choice, cells)
             for kind in blocks.kinds:
                 if kind in self.played:
-                    builder, (block, last) = self.builders[stage], blocks.of_kind(kind)
-                    on_cells = cell_block(builder, table, blocks, block, choice, cells, last=last)
+                    block, last = blocks.of_kind(kind)
+                    on_cells = cell_block(blocks, block, choice, layouts, last=last)
                     found[kind, stage] = simulate(on_cells.graph).makespan
         self.fill_crossings(found, choice)
         return found

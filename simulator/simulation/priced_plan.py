@@ -43,7 +43,7 @@ from stratagem.simulator.schedules.macro_graph import (
 from stratagem.simulator.schedules.named_schedules import one_f_one_b, unfolded
 from stratagem.simulator.schedules.work_kinds import NUM_KINDS, REPLICA_SYNC, REPLICA_UPDATE
 from stratagem.simulator.simulation.device_memory import StageTensors
-from stratagem.simulator.stage.cell_layouts import Cells
+from stratagem.simulator.stage.cell_layouts import Cells, Layouts
 from stratagem.simulator.stage.device_cells import CellBlock, cell_block, pinned_axes
 from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.replica_sync import HomeTask, ReplicaHome, home_tasks, homes_block
@@ -86,12 +86,11 @@ class StageModel:
     def cell_blocks(self) -> dict[int, CellBlock]:
         """The blocks on the stage's cells, by the kind of macro task that they are."""
         none = np.zeros(len(self.table.graph.operators), dtype=np.int64)
+        layouts = Layouts(self.builder, self.table, none, self.cells)
         found: dict[int, CellBlock] = {}
         for kind in self.blocks.kinds:
             block, last = self.blocks.of_kind(kind)
-            found[kind] = cell_block(
-                self.builder, self.table, self.blocks, block, none, self.cells, last=last
-            )
+            found[kind] = cell_block(self.blocks, block, none, layouts, last=last)
         return found
 
     def cell_name(self, cell: int) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -128,12 +128,8 @@ class Cells:
 
     def holding(self, placements: Sequence[object]) -> Flags:
         """The cells on which a tensor or an operator lies: pins on split axes leave some out."""
-        held = self.everywhere
-        for axis in self.split:
-            placement = placements[axis]
-            if isinstance(placement, Pin):
-                held = held & (self.index(axis) == placement.index)
-        return held
+        placed = ((axis, placements[axis]) for axis in self.split)
+        return _holding(self, tuple((axis, p.index) for axis, p in placed if isinstance(p, Pin)))
 
     def own(self, held: Flags) -> Ints:
         """The layout of a task that each of the cells `held` does for itself."""
@@ -145,6 +141,9 @@ class Cells:
         Copies are numbered by their first cell. A collective along an axis that is not split stays
         within each cell.
         """
+        return _joined(self, tuple((axis, held.tobytes()) for axis, held in joins))
+
+    def _joined(self, joins: Sequence[Join]) -> Ints:
         labels = np.arange(self.count)
         taking_part = np.zeros(self.count, dtype=np.bool_)
         for _, held in joins:
@@ -164,6 +163,25 @@ class Cells:
         lines, mask = labels.reshape(self.ways), held.reshape(self.ways)
         lowest = np.where(mask, lines, self.count).min(self.split.index(axis), keepdims=True)
         return np.where(mask, np.minimum(lines, lowest), lines).ravel()
+
+
+@lru_cache(maxsize=4096)
+def _holding(cells: Cells, pins: tuple[tuple[int, int], ...]) -> Flags:
+    """The cells at some coordinates; plans that are simulated one by one ask for few of them."""
+    held = cells.everywhere
+    for axis, index in pins:
+        held = held & (cells.index(axis) == index)
+    held.flags.writeable = False
+    return held
+
+
+@lru_cache(maxsize=4096)
+def _joined(cells: Cells, joins: tuple[tuple[int, bytes], ...]) -> Ints:
+    """The layout of collectives; plans that are simulated one by one ask for few of them."""
+    held = [(axis, np.frombuffer(flags, dtype=np.bool_)) for axis, flags in joins]
+    layout = cells._joined(held)
+    layout.flags.writeable = False
+    return layout
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ the pinned axes it says that no more cells are needed than `simulate_plan` makes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,8 +37,8 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine.task_graph import TaskGraph
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.hardware.resources import NUM_RESOURCES, RIVALS
-from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.stage.cell_layouts import Cells, Layouts
+from stratagem.simulator.pricing.cost_table import CostTable
+from stratagem.simulator.stage.cell_layouts import Layouts
 from stratagem.simulator.stage.stage_blocks import Block, StageBlocks, TaskRole
 
 _RELEASED = (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE, TaskRole.CONVERT_AGAIN)
@@ -87,25 +88,18 @@ def pinned_axes(table: CostTable, choices: Ints) -> tuple[int, ...]:
 
 
 def cell_block(
-    builder: TableBuilder,
-    table: CostTable,
-    blocks: StageBlocks,
-    block: Block,
-    choices: Ints,
-    cells: Cells,
-    *,
-    last: bool,
+    blocks: StageBlocks, block: Block, choices: Ints, layouts: Layouts, *, last: bool
 ) -> CellBlock:
     """A block under `choices` (per operator of the graph) on the cells of its stage.
 
-    Without split axes it is the block's own graph. `builder` is the one that made `table`.
+    Without split axes it is the block's own graph. `layouts` are those of these choices, and serve
+    all blocks of the stage.
     """
     folded = blocks.task_graph(block, choices, last=last)
-    if not cells.split:
+    if not layouts.cells.split:
         tasks = np.arange(folded.num_tasks)
         counts = np.arange(folded.num_tasks + 1)
         return CellBlock(block, folded, 1, tasks, counts, np.zeros_like(tasks))
-    layouts = Layouts(builder, table, choices, cells)
     return _Expansion(block, folded, layouts).result()
 
 
@@ -123,7 +117,7 @@ class _Expansion:
             ],
             dtype=np.int64,
         )
-        self.layouts = layouts.distinct
+        self.layouts = tuple(layouts.distinct)
         self.counts = np.array([layout.max() + 1 for layout in self.layouts], dtype=np.int64)
         self.first = _offsets(self.counts[self.number])
 
@@ -189,9 +183,10 @@ class _Expansion:
             missing = self._layout(task) >= 0
             for before in released:
                 missing &= self._layout(before) < 0
-            for earlier in reversed([p for p in passes if p < min(released)]):
-                if not missing.any():
-                    break
+            number = bisect_left(passes, min(released))
+            while missing.any() and number > 0:
+                number -= 1
+                earlier = passes[number]
                 here = np.where(missing, self._layout(earlier), -1)
                 if (here < 0).all():
                     continue
@@ -243,8 +238,9 @@ def _members(layout: Ints) -> Ints:
 def _sharing(ours: Ints, theirs: Ints) -> tuple[Ints, Ints]:
     """The pairs of copies that share a cell."""
     both = (ours >= 0) & (theirs >= 0)
-    pairs = np.unique(np.stack([ours[both], theirs[both]]), axis=1)
-    return pairs[0], pairs[1]
+    ways = ours.size  # Copies are no more than cells.
+    ours_of, theirs_of = np.divmod(np.unique(ours[both] * ways + theirs[both]), ways)
+    return ours_of, theirs_of
 
 
 def _offsets(lengths: Ints) -> Ints:
