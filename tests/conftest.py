@@ -9,10 +9,15 @@ import signal
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 from tests.support import examples
 
 FOLDER = "STRATAGEM_TEST_FOLDER"
+
+# How long an example takes is the machine's: no property is one of seconds.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Products of numpy and torch are small here, and threads that wait for the next one spin.
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))

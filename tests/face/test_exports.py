@@ -120,9 +120,7 @@ def assert_readable(target: str, text: str) -> None:
         assert words[0].startswith("--")
 
 
-@settings(
-    max_examples=examples(8, few=4), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(8, few=4), suppress_health_check=[HealthCheck.too_slow])
 @given(model=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 10_000))
 def test_every_plan_has_every_export(model: str, seed: int) -> None:
     graph = graph_of(model)

@@ -101,7 +101,7 @@ def test_no_name_leaves_a_comment(monkeypatch: pytest.MonkeyPatch, target: str, 
     assert all("\r" not in line for line in harmless)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.text())
 def test_any_text_is_a_literal_of_python(text: str) -> None:
     literal = python_text(text)

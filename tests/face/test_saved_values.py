@@ -403,7 +403,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(ROWS)
 def test_any_timeline_is_kept_to_the_nanosecond(rows: list[Row]) -> None:
     timeline = from_rows(rows, label="drawn")
@@ -411,7 +411,7 @@ def test_any_timeline_is_kept_to_the_nanosecond(rows: list[Row]) -> None:
     assert again.to_dict() == timeline.to_dict()
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=50))
 def test_packed_numbers_are_kept(numbers: list[int]) -> None:
     assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers

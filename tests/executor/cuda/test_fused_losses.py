@@ -100,7 +100,7 @@ def assert_is_truth(
     assert bool(((gradient.double() - slope).abs() <= allowed).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     rows=st.integers(1, 9),

@@ -115,7 +115,7 @@ LYING = st.builds(
     optimizer=st.sampled_from(("adam", "sgd")),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_of_them_are_as_by_one_optimizer_each(
     lying: list[Lying], steps: list[tuple[set[int], float | None]], optimizer: str, seed: int
 ) -> None:

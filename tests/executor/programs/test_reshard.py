@@ -339,7 +339,7 @@ def has(part: TensorPart, box: Box) -> bool:
 
 class TestTransfers:
     @given(transfers())
-    @settings(deadline=None, max_examples=examples(60))
+    @settings(max_examples=examples(60))
     def test_everybody_gets_what_it_needs(self, transfer):
         devices = sorted({*transfer.source_mesh.devices, *transfer.target_mesh.devices})
         ranks = ranks_of(devices)
@@ -361,7 +361,7 @@ class TestTransfers:
                 assert torch.equal(got, taken(whole, part))
 
     @given(transfers())
-    @settings(deadline=None, max_examples=examples(100))
+    @settings(max_examples=examples(100))
     def test_moves_tile_each_box_once(self, transfer):
         received: Counter[int] = Counter()
         for move in transfer.moves:

@@ -8,7 +8,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.profiler import (
@@ -91,7 +91,6 @@ def some() -> list[CacheEntry]:
 
 class TestRoundTrip:
     @both
-    @settings(deadline=None)
     @given(entries=st.lists(timings | collectives, max_size=4))
     def test_every_entry_comes_back_as_it_was(self, format, entries):
         entries = entries or some()

@@ -76,7 +76,6 @@ def merged(path: Path, *parts: list[CacheEntry]) -> list[object]:
 class TestOrder:
     @settings(
         suppress_health_check=[HealthCheck.function_scoped_fixture],
-        deadline=None,
         max_examples=examples(25),
     )
     @given(parts=st.lists(st.lists(entries, max_size=4), min_size=2, max_size=3))
@@ -90,7 +89,6 @@ class TestOrder:
 
     @settings(
         suppress_health_check=[HealthCheck.function_scoped_fixture],
-        deadline=None,
         max_examples=examples(25),
     )
     @given(first=st.lists(entries, max_size=4), second=st.lists(entries, max_size=4))

@@ -55,7 +55,7 @@ def power_law(samples: list[Sample], a: float, b: float, noise: float, seed: int
 
 
 @given(seed=st.integers(0, 10**6), a=st.floats(0.3, 0.9), b=st.floats(0.05, 0.5))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_a_power_law_is_recovered(seed: int, a: float, b: float) -> None:
     samples, others = random_samples(seed, 10), random_samples(seed + 7, 20)
     learned = learn(samples, power_law(samples, a, b, 0.05, seed))
@@ -67,7 +67,7 @@ def test_a_power_law_is_recovered(seed: int, a: float, b: float) -> None:
 
 
 @given(seed=st.integers(0, 10**6), factor=st.floats(0.1, 10.0), noise=st.floats(0.0, 0.3))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_a_scale_is_recovered(seed: int, factor: float, noise: float) -> None:
     samples = random_samples(seed, 8)
     random = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def test_a_scale_is_recovered(seed: int, factor: float, noise: float) -> None:
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 12))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_the_error_is_never_above_the_scales(seed: int, count: int) -> None:
     samples = random_samples(seed, count)
     random = np.random.default_rng(seed)

@@ -71,7 +71,7 @@ def tiny_cluster(devices: int, *, nodes: int, gb_s: float, gib: float | None = N
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     widths=st.lists(st.sampled_from([256, 512, 2048]), min_size=2, max_size=3),
     nodes=st.sampled_from([1, 2]),
@@ -98,7 +98,7 @@ def test_no_plan_of_a_small_space_is_under_the_bound(
     assert bound.seconds > 0.3 * best
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(
     widths=st.lists(st.sampled_from([64, 256, 2048]), min_size=5, max_size=9),
     gb_s=st.sampled_from([0.002, 0.02, 0.2, 5.0]),
@@ -172,7 +172,7 @@ def test_memory_counts_in_the_bound(gib: float) -> None:
         assert bounds[1] > bounds[0]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     widths=st.lists(st.sampled_from([256, 512, 1024]), min_size=2, max_size=3),
     mib=st.sampled_from([2, 4, 6, 8, 12, 20]),
@@ -247,7 +247,7 @@ def test_a_target_stops_early() -> None:
     assert lower_bound(problem, start_of(problem), target=1e-9).rounds == 0
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_forest_minimum_by_brute_force(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 5))
@@ -278,7 +278,7 @@ def test_forest_minimum_by_brute_force(data: st.DataObject) -> None:
         assert value == min(total(c, relaxed=False) for c in every)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 7), st.integers(0, 10**6))
 def test_longest_path_by_brute_force(count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -65,7 +65,7 @@ def with_memory(gib: float) -> Cluster:
     return replace(CLUSTER, device_types=(device,))
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_no_plan_holds_less(data: st.DataObject) -> None:
     graph = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]()

@@ -66,7 +66,7 @@ MODELS: dict[str, OperatorGraph] = {
 }
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     model=st.sampled_from(sorted(MODELS)),
     gb_s=st.sampled_from([0.02, 0.5, 5.0, 100.0]),
@@ -160,7 +160,7 @@ def played(before: list[list[int]], resources: list[int], ns: list[float]) -> fl
     return max(ended.values())
 
 
-@settings(max_examples=examples(2_000), deadline=None)
+@settings(max_examples=examples(2_000))
 @given(seed=st.integers(0, 1_000_000), length=st.integers(2, 5), beside=st.integers(1, 12))
 def test_the_longest_passage_is_no_longer_than_any_play(
     seed: int, length: int, beside: int

@@ -89,7 +89,7 @@ def test_the_front_holds_no_plan_that_another_beats() -> None:
                 )
 
 
-@settings(max_examples=examples(10, few=2), deadline=None)
+@settings(max_examples=examples(10, few=2))
 @given(
     tensor=st.sampled_from([None, 1, 2]),
     pipeline=st.sampled_from([None, 1, 2]),

@@ -113,14 +113,14 @@ def problems(draw: st.DrawFn) -> tuple[OperatorGraph, Cluster]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(4, few=2), deadline=None, derandomize=True)
+@settings(max_examples=examples(4, few=2), derandomize=True)
 @given(problems())
 def test_no_smaller_cluster_has_a_better_plan(problem: tuple[OperatorGraph, Cluster]) -> None:
     check_smaller(*problem)
 
 
 @pytest.mark.long
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(problems())
 def test_no_smaller_cluster_has_a_better_plan_of_eighty(
     problem: tuple[OperatorGraph, Cluster],

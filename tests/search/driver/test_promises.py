@@ -137,7 +137,7 @@ def check_constraints(
     return tight.simulation.step_time / free.simulation.step_time
 
 
-@settings(max_examples=examples(5, few=1), deadline=None)
+@settings(max_examples=examples(5, few=1))
 @given(problems())
 def test_a_constraint_never_beats_the_bound_without_it(
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
@@ -148,7 +148,7 @@ def test_a_constraint_never_beats_the_bound_without_it(
 # In parts, as all at once take longer than a test may.
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(50))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(problem=problems())
 def test_hundreds_of_constraints_never_beat_the_search_without_them(
     part: int,
@@ -178,7 +178,7 @@ def check_growth(
 # Chains cool by their whole budget, so that this is no theorem: it is held on the same problems
 # every time here, and on others every time below.
 @pytest.mark.slow
-@settings(max_examples=examples(5, few=1), deadline=None, derandomize=True)
+@settings(max_examples=examples(5, few=1), derandomize=True)
 @given(growths())
 def test_more_budget_never_gives_a_worse_plan(
     growth: tuple[OperatorGraph, Cluster, tuple[str, ...], int],
@@ -188,7 +188,7 @@ def test_more_budget_never_gives_a_worse_plan(
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(growth=growths())
 def test_more_budget_never_gives_a_worse_plan_of_a_hundred(
     part: int,

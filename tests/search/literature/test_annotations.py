@@ -149,7 +149,7 @@ def test_annotations_that_name_nothing_are_refused(annotations, message) -> None
         complete(MODELS["mlp"], [X], annotations)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_annotations_are_kept_and_every_operator_gets_a_valid_config(data: st.DataObject) -> None:
     graph = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]

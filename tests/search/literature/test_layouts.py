@@ -145,7 +145,7 @@ def test_a_layout_of_experts_and_batch_differs_from_gshard_in_what_feeds_experts
         assert ours[name] == gshard[name]
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_layout_is_honoured_by_every_operator_that_has_the_dim(data: st.DataObject) -> None:
     """It is refused exactly where two of its dims meet in an operator, or one cannot be cut."""

@@ -38,7 +38,7 @@ MODELS = {
 }
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_the_frontier_finds_the_least_sum_of_any_graph(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))

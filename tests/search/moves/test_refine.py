@@ -90,7 +90,7 @@ def simulated(situation: Situation, skeleton: Skeleton, choices: Choices) -> Sim
     return situation.simulate(situation.plan(skeleton, choices, name="given"))
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_a_neighbour_differs_in_one_thing_and_is_a_plan(data: st.DataObject) -> None:
     graph = small_gpt(batch=32)

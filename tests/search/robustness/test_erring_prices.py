@@ -54,7 +54,7 @@ def test_no_error_changes_nothing() -> None:
     assert seconds(plan, graph, one) == simulate_plan(plan, graph, COSTS).step_time
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([{}, {"tensor": 2}, {"pipeline": 2}, {"zero": 2}]), st.floats(0.5, 3.0))
 def test_all_prices_together_scale_a_step(setup: dict[str, int], factor: float) -> None:
     """Times have one unit: what takes twice as long everywhere takes twice as long."""

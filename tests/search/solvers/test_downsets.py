@@ -47,7 +47,7 @@ def by_definition(predecessors: Sequence[Sequence[int]]) -> set[frozenset[int]]:
     }
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(graphs(most=8))
 def test_all_down_sets_are_found_once_smaller_ones_first(predecessors: list[list[int]]) -> None:
     sets = down_sets(predecessors)
@@ -58,7 +58,6 @@ def test_all_down_sets_are_found_once_smaller_ones_first(predecessors: list[list
     assert sets.sizes.tolist() == [len(s) for s in found]
 
 
-@settings(deadline=None)
 @given(graphs(most=7), st.integers(1, 30))
 def test_pairs_are_all_that_are_light_enough(predecessors: list[list[int]], limit: int) -> None:
     sets = down_sets(predecessors)
@@ -112,7 +111,7 @@ def test_an_order_against_the_edges_is_refused() -> None:
         linear_down_sets([[], [0]], [0])
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(graphs(most=8))
 def test_every_linearisation_keeps_predecessors_first(predecessors: list[list[int]]) -> None:
     for order in linearisations(predecessors):
@@ -161,7 +160,7 @@ def cheapest(
     return best
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(graphs(most=5), st.integers(0, 1000), st.booleans(), st.booleans())
 def test_partitions_on_two_kinds_of_devices_equal_trying_all(
     predecessors: list[list[int]], seed: int, add: bool, exactly: bool
@@ -193,7 +192,7 @@ def test_partitions_on_two_kinds_of_devices_equal_trying_all(
     assert cut_into_stages(problem, bound=expected + 1).value == expected
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(graphs(most=5), st.integers(0, 1000))
 def test_tables_from_every_set_are_those_from_each_alone(
     predecessors: list[list[int]], seed: int

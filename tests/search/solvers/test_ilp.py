@@ -104,13 +104,13 @@ def check(instance: Instance, solution: IlpSolution, best: float) -> None:
     assert solution.bound <= best
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(instances())
 def test_the_solution_is_that_of_brute_force(instance: Instance) -> None:
     check(instance, solve(instance), brute_force(instance))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(instances())
 def test_tied_nodes_choose_alike(instance: Instance) -> None:
     groups: dict[int, list[int]] = {}
@@ -163,7 +163,7 @@ def test_a_file_that_is_not_of_the_format_says_where(tmp_path, text, message) ->
         read_iopddl(path)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(instances())
 def test_no_solution_explains_itself(instance: Instance) -> None:
     if np.isfinite(brute_force(instance)):
@@ -439,7 +439,7 @@ def test_contest_instances_are_proved_optimal(name: str, optimum: int) -> None:
     assert instance.excess(solution.choice) == 0
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(instances(), st.sampled_from([0.05, 0.3, 0.6]))
 def test_a_loose_tolerance_claims_no_more_than_it_proves(
     instance: Instance, tolerance: float
@@ -463,7 +463,7 @@ def test_a_bound_is_under_the_optimum_where_the_search_stops_early() -> None:
         assert solution.gap <= 0.2 + 1e-9
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(instances(), st.integers(0, 2**32 - 1))
 def test_costs_in_seconds_are_solved_as_well(instance: Instance, seed: int) -> None:
     rng = np.random.default_rng(seed)

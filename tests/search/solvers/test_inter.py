@@ -184,7 +184,7 @@ def brute_force(devices, need, objective, num_cuts):
     return best
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.integers(2, 5), st.integers(1, 4), st.integers(1, 9))
 def test_the_program_finds_what_trying_everything_finds(seed, num_cuts, units, microbatches):
     rng = np.random.default_rng(seed)
@@ -248,7 +248,7 @@ def played(schedule, stages, microbatches):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), st.integers(0, 600))
 def test_equal_stages_take_what_the_formula_says(schedule, stages, more, send, last):
     stage = ClosedFormTimes(100, 200, 80, last, send, send)

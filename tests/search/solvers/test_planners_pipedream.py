@@ -99,7 +99,7 @@ def flat_plans(graph: PipeDreamGraph, count: int) -> Iterator[tuple[Replicated, 
             yield tuple(Replicated(s, r) for s, r in zip(stages, replicas, strict=True))
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(
     profiles(),
     st.integers(1, 4),
@@ -124,7 +124,7 @@ def test_flat_plans_equal_trying_all(
     assert theirs.value == pytest.approx(theirs.recurrence, rel=1e-12)
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(max_examples=examples(25))
 @given(profiles(most=4), st.sampled_from([(1, 2), (2, 2), (3, 2)]))
 def test_nested_plans_equal_trying_all(graph: PipeDreamGraph, counts: tuple[int, int]) -> None:
     levels = [HierarchyLevel(counts[0], 8.0), HierarchyLevel(counts[1], 1.0)]

@@ -115,7 +115,7 @@ def best_of_all(graph: PiperInput) -> float:
     return best
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(inputs())
 def test_plans_equal_trying_all(graph: PiperInput) -> None:
     best = best_of_all(graph)
@@ -130,7 +130,7 @@ def test_plans_equal_trying_all(graph: PiperInput) -> None:
     assert solve_piper(graph, greedy=True).value >= best * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=examples(300))
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3),

@@ -51,7 +51,7 @@ def problem_of(graph: OperatorGraph, skeleton: Skeleton, options: Options = REGA
     )
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(which=st.integers(0, 30), seed=st.integers(0, 2**16), share=st.floats(0.3, 1.5))
 def test_no_plan_is_over_the_memory_where_all_are_said_to_fit(
     which: int, seed: int, share: float

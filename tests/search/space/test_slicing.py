@@ -40,7 +40,7 @@ def value_of(times: Floats, lengths: tuple[int, ...], stages: int, parts: int) -
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_no_lengths_are_better(num: int, stages: int, parts: int, rng: object) -> None:
     times = np.full((num, num), np.inf)
     for length in range(num):

@@ -24,7 +24,7 @@ def test_a_bottleneck_is_split_at_its_widest_channels() -> None:
     assert split > 0.9 * graph.num_parameters
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(1, 8), st.data())
 def test_what_is_chosen_are_no_rivals_and_weighs_what_is_promised(size: int, data) -> None:
     pairs = list(itertools.combinations(range(size), 2))

@@ -67,7 +67,7 @@ def reaches(graph: TaskGraph, source: int, target: int) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=examples(300))
+@settings(max_examples=examples(300))
 @given(graphs())
 def test_path_covers_the_makespan_and_every_reason_is_true(graph: TaskGraph) -> None:
     times = simulate(graph)
@@ -90,13 +90,13 @@ def test_path_covers_the_makespan_and_every_reason_is_true(graph: TaskGraph) -> 
             assert step.resource in held(graph, before.task) & held(graph, step.task)
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(graphs())
 def test_path_is_that_of_the_plain_oracle(graph: TaskGraph) -> None:
     assert critical_path(graph, simulate(graph)) == critical_path(graph, simulate_plain(graph))
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(graphs(idle=False), st.integers(0, 100), st.integers(1, 5))
 def test_lengthening_a_task_on_the_path_delays_the_end_by_as_much(
     graph: TaskGraph, place: int, more: int

@@ -169,7 +169,7 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 DURATIONS_NS = st.one_of(st.integers(0, 3), st.integers(0, 3000))
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(graph=graphs(), data=st.data())
 def test_all_engines_agree_on_any_walk(graph, data):
     """Proposals, accepted or not, each equal to SimPy and plain Python on the proposed graph."""

@@ -321,7 +321,7 @@ def test_a_busy_task_cannot_be_taken_out():
         contract(graph, np.ones(2, dtype=bool))
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(
     machines=st.lists(
         st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=5

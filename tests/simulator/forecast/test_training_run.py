@@ -181,7 +181,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert one.spent == other.spent
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.floats(5, 1e3), st.floats(0, 30), st.floats(0, 100), st.integers(0, 40), st.data())
 def test_rounds_that_nothing_disturbs_are_passed_at_once(
     mtbf: float, checkpoint: float, write: float, stalls: int, data: st.DataObject

@@ -87,7 +87,7 @@ def compositions(total: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @given(compositions(24), st.sampled_from([model, gated]))
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 def test_the_work_of_all_slices_is_that_of_the_whole(
     lengths: tuple[int, ...], make: Callable[[], OperatorGraph]
 ) -> None:

@@ -50,7 +50,7 @@ from tests.support.cell_plans import (
 from tests.support.examples import examples
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(models, seeds)
 def test_a_task_per_device_takes_the_same_time_as_one_for_all(name: str, seed: int) -> None:
     model = plan_model(random_plan(name, random.Random(seed)), model_graph(name), COSTS)
@@ -60,7 +60,7 @@ def test_a_task_per_device_takes_the_same_time_as_one_for_all(name: str, seed: i
         assert_same_times(stage, fine)
 
 
-@settings(max_examples=examples(20, few=4), deadline=None)
+@settings(max_examples=examples(20, few=4))
 @given(models, seeds, st.sets(st.integers(0, 2)))
 def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes: set[int]) -> None:
     model = plan_model(random_plan(name, random.Random(seed)), model_graph(name), COSTS)
@@ -69,7 +69,7 @@ def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes:
         assert_same_times(stage, fine)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(models, seeds, st.sampled_from([0.2, 0.5, 1.0]))
 def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: float) -> None:
     """Cells split along the pinned axes say the same as a task per device."""
@@ -85,7 +85,7 @@ def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: f
         assert_same_times(stage, fine)
 
 
-@settings(max_examples=examples(20, few=4), deadline=None)
+@settings(max_examples=examples(20, few=4))
 @given(models, seeds)
 def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
     graph = model_graph(name)
@@ -111,7 +111,7 @@ def test_every_copy_waits_for_all_that_it_reads(name: str, seed: int) -> None:
             last.check((TaskRole.TIE_PUBLISH, k), (TaskRole.UPDATE, owner), busy=True)
 
 
-@settings(max_examples=examples(20, few=4), deadline=None)
+@settings(max_examples=examples(20, few=4))
 @given(models, seeds)
 def test_nothing_takes_memory_before_its_cell_has_run_what_was_before(
     name: str, seed: int
@@ -190,7 +190,7 @@ def test_a_reader_in_pieces_waits_for_a_producer_on_another_cell() -> None:
     assert min(moved) >= made
 
 
-@settings(max_examples=examples(15, few=4), deadline=None)
+@settings(max_examples=examples(15, few=4))
 @given(models, seeds)
 def test_conversions_join_the_devices_that_talk(name: str, seed: int) -> None:
     """Against the groups of the mesh, one collective after the other, device by device."""
@@ -243,7 +243,7 @@ def talking(
     return [sorted(each) for each in joined]
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(models, seeds, st.sampled_from([0.0, 0.5]))
 def test_whole_plans_are_equal_on_every_lane(name: str, seed: int, pins: float) -> None:
     plan = random_plan(name, random.Random(seed), pins=pins)
@@ -278,7 +278,7 @@ def rows_by_lane(simulation: object) -> dict[str, list[tuple[str, int, int]]]:
     return {lane: sorted(found) for lane, found in rows.items()}
 
 
-@settings(max_examples=examples(20, few=4), deadline=None)
+@settings(max_examples=examples(20, few=4))
 @given(seeds)
 def test_the_engine_plays_cells_as_plain_python_does(seed: int) -> None:
     plan = random_plan("mlp", random.Random(seed), pins=0.4)

@@ -31,7 +31,7 @@ from tests.support.cell_plans import (
 from tests.support.examples import examples
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(models, seeds, st.sampled_from([0.0, 0.4]), st.booleans())
 def test_two_levels_are_the_flat_graph(name: str, seed: int, pins: float, blocking: bool) -> None:
     plan = random_plan(name, random.Random(seed), pins=pins, blocking=blocking)

@@ -146,7 +146,7 @@ def test_the_peak_is_that_of_the_definition(model: str, policy: str) -> None:
     assert memory.peak - memory.state == alive_by_definition(graph, again)
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 2**31),
     num_stages=st.sampled_from([1, 2, 4]),

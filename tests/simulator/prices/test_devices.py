@@ -182,7 +182,7 @@ def multiplier(name: str, precision: str = "float16") -> Multiplier:
 SIZES = st.integers(1, 600).map(lambda n: 8 * n)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(SIZES, SIZES, SIZES, st.sampled_from(("A100-80GB", "H100-80GB", "A40")))
 def test_product_is_as_documented(rows: int, columns: int, depth: int, name: str) -> None:
     product = matrices(rows, columns, depth)
@@ -190,7 +190,7 @@ def test_product_is_as_documented(rows: int, columns: int, depth: int, name: str
     assert multiplier(name).seconds(product) == pytest.approx(by_hand, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=examples(100))
+@settings(max_examples=examples(100))
 @given(SIZES, SIZES, SIZES, st.integers(1, 64), st.sampled_from(FITTED))
 def test_product_is_never_faster_than_the_data_sheet(
     rows: int, columns: int, depth: int, batch: int, name: str
@@ -201,7 +201,7 @@ def test_product_is_never_faster_than_the_data_sheet(
     assert priced.seconds(product) > max(peak, moved)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(SIZES, SIZES, SIZES, st.sampled_from(FITTED))
 def test_wider_products_never_take_less_per_scalar_than_the_peak_allows(
     rows: int, columns: int, depth: int, name: str

@@ -182,7 +182,7 @@ def built(table: CostTable, **settings: object) -> tuple[StageBlocks, Lifetimes]
     )
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(MODELS)))

@@ -56,7 +56,7 @@ def _placements(
     return tuple(data.draw(st.sampled_from(options)) for _ in range(axes))
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_local_sizes_are_those_of_the_largest_shards(data: st.DataObject) -> None:
     operator = data.draw(st.sampled_from([*TEXT.operators, *IMAGES.operators]))
@@ -69,7 +69,7 @@ def test_local_sizes_are_those_of_the_largest_shards(data: st.DataObject) -> Non
     }
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_local_elements_are_those_of_the_largest_shards(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))

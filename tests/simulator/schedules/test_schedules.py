@@ -41,7 +41,7 @@ from tests.support.examples import examples
 SMALL = st.integers(1, 6)
 COUNT = st.integers(1, 14)
 NS = st.integers(1, 9)
-check = settings(deadline=None, max_examples=examples(60))
+check = settings(max_examples=examples(60))
 
 
 @st.composite
