@@ -27,7 +27,11 @@ from stratagem.simulator.plan.plan import Plan, ranks_of
 from stratagem.simulator.pricing.stage_boundaries import landing, summed
 from stratagem.simulator.schedules.actions import Action
 from stratagem.simulator.schedules.macro_graph import transfer_name
-from stratagem.simulator.sharding.choice_options import shares_conversion
+from stratagem.simulator.sharding.choice_options import (
+    JoinedInputs,
+    joined_inputs,
+    shares_conversion,
+)
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.parameter_homes import weight_share
 from stratagem.simulator.sharding.resharding_paths import (
@@ -422,7 +426,11 @@ class Context:
         operator = self.graph.operators[edge.consumer]
         choice = self.plan.choice(operator.name)
         pinned = any(isinstance(placement, Pin) for placement in choice.config)
-        return not pinned and (again or shares_conversion(operator, choice, edge.slot))
+        joined = JoinedInputs()
+        if choice.fused or choice.in_sum:
+            inside = self.operators[self.stage_of[edge.consumer]]
+            joined = joined_inputs(self.graph, edge.consumer, inside)
+        return not pinned and (again or shares_conversion(operator, choice, edge.slot, joined))
 
     @cached_property
     def sums(self) -> dict[Edge, Edge]:

@@ -76,6 +76,24 @@ def collective_latency(kind: Collective, nbytes: float, size: int, link: AxisLin
     return algorithm_times(kind, 0.0, size, link)[chosen]
 
 
+def finished_share(kind: Collective, nbytes: float, size: int, link: AxisLink) -> float:
+    """Which share of a sum one member is the first to have whole, and may go on computing with.
+
+    Of a ring's or hierarchical one that is one of n equal parts, as an all-reduce is a
+    reduce-scatter and an all-gather. The roots of two trees have a half each, and all of a sum
+    comes to one member of a reduce.
+
+    Example:
+        >>> link = AxisLink(1e-6, 1e-9, False, False)
+        >>> finished_share(Collective.ALL_REDUCE, 8e6, 4, link)
+        0.25
+    """
+    if kind is Collective.REDUCE:
+        return 1.0
+    times = algorithm_times(kind, nbytes, size, link.of(kind))
+    return 0.5 if min(times, key=times.__getitem__) is Algorithm.TREE else 1 / size
+
+
 def algorithm_times(
     kind: Collective, nbytes: float, size: int, link: AxisLink
 ) -> dict[Algorithm, float]:

@@ -207,6 +207,11 @@ class Plan(SavedValue):
         """The operators whose pieces are streamed (see `Choice`), stage by stage."""
         return tuple(n for stage in self.stages for n, c in stage.choices.items() if c.streamed)
 
+    @property
+    def in_sums(self) -> tuple[str, ...]:
+        """The operators that run inside sums (see `Choice`), stage by stage."""
+        return tuple(n for stage in self.stages for n, c in stage.choices.items() if c.in_sum)
+
     @cached_property
     def _made_schedule(self) -> Schedule:
         if self.has_own_orders:

@@ -32,7 +32,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
-from stratagem.simulator.hardware.resources import COMPUTE, HOST
+from stratagem.simulator.hardware.resources import HOST
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots
@@ -58,12 +58,17 @@ from stratagem.simulator.pricing.cost_rows import (
     timed,
     to_ns,
 )
+from stratagem.simulator.pricing.fused_conversions import FusedReader, sum_shares
 from stratagem.simulator.pricing.operator_prices import OperatorPricer
 from stratagem.simulator.pricing.repeated_layers import sparing_repeat
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.pricing.tied_rows import tie_row
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.sharding.choice_options import shares_conversion
+from stratagem.simulator.sharding.choice_options import (
+    JoinedInputs,
+    joined_inputs,
+    shares_conversion,
+)
 from stratagem.simulator.sharding.parameter_homes import (
     makes_input_gradients,
     trainable_weights,
@@ -259,7 +264,7 @@ class TableBuilder:
         edge_rows: dict[Any, tuple[int, EdgeRow]] = {}
         edge_row_of: list[int] = []
         for edge in edges:
-            key, edge_row = self._edge_row(edge, choices, edge.consumer in again)
+            key, edge_row = self._edge_row(edge, choices, inside, edge.consumer in again)
             edge_row_of.append(edge_rows.setdefault(key, (len(edge_rows), edge_row))[0])
         ties = self.ties(operators)
         return CostTable(
@@ -315,11 +320,21 @@ class TableBuilder:
         # Layers that are alike may be trained in several ways.
         trained = self.training.costs_of([weight.parameter for weight in operator.weights])
         kind = (number(operator.signature), self.memory.choices(choices))
-        key = (*kind, uses, needed, flows, runs_again, trained)
+        joined = self._joined(i, choices, inside)
+        key = (*kind, uses, needed, flows, runs_again, trained, joined)
         if key not in self._rows:
             self.memory.watch()
-            self._rows[key] = self._pricer.row(i, choices, uses, runs_again=runs_again)
+            self._rows[key] = self._pricer.row(
+                i, choices, uses, runs_again=runs_again, joined=joined
+            )
         return key, self._rows[key]
+
+    def _joined(self, i: int, choices: Sequence[Choice], inside: set[int]) -> JoinedInputs:
+        """In which conversions the forward pass of an operator may run, if any choice asks."""
+        operator = self.graph.operators[i]
+        if not fuses_forward(operator) or not any(c.fused or c.in_sum for c in choices):
+            return JoinedInputs(None, None)
+        return joined_inputs(self.graph, i, inside)
 
     def ties(self, operators: Sequence[int]) -> list[tuple[int, int, Weight, Weight]]:
         """(owner, user, owner's weight, user's weight) of all parameters tied in the stage."""
@@ -354,7 +369,11 @@ class TableBuilder:
     # -- edges ----------------------------------------------------------------------------------
 
     def _edge_row(
-        self, edge: Edge, choices: Mapping[int, Sequence[Choice]], runs_again: bool
+        self,
+        edge: Edge,
+        choices: Mapping[int, Sequence[Choice]],
+        inside: set[int],
+        runs_again: bool,
     ) -> tuple[Any, EdgeRow]:
         producer = self.graph.operators[edge.producer]
         consumer = self.graph.operators[edge.consumer]
@@ -364,10 +383,12 @@ class TableBuilder:
         ends = (number(producer.signature), edge.output, chosen(ours))
         runs_back = self.graph.needs_gradient[edge.consumer]
         there = (number(consumer.signature), edge.slot, chosen(theirs))
-        key = (*ends, *there, flows, runs_back, runs_again)
+        joined = self._joined(edge.consumer, theirs, inside)
+        key = (*ends, *there, flows, runs_back, runs_again, joined.summed == edge.slot)
         if key not in self._edge_rows:
             self.memory.watch()
-            self._edge_rows[key] = self._price_edge(edge, ours, theirs, flows, runs_again)
+            how = flows, runs_again, joined
+            self._edge_rows[key] = self._price_edge(edge, ours, theirs, *how)
         return key, self._edge_rows[key]
 
     def _price_edge(
@@ -377,6 +398,7 @@ class TableBuilder:
         theirs: tuple[Choice, ...],
         flows: bool,
         runs_again: bool,
+        joined: JoinedInputs,
     ) -> EdgeRow:
         producer = self.graph.operators[edge.producer]
         consumer = self.graph.operators[edge.consumer]
@@ -387,9 +409,10 @@ class TableBuilder:
         targets = [input_placements(read, c.config) for c in theirs]
         grads = [input_gradient_placements(read, c.config) for c in theirs]
         needed = [output_gradient_placements(made, c.config) for c in ours]
+        back = grads if flows else None
         one = len(ours) == len(theirs) == ours[0].chunks == theirs[0].chunks == 1
         alike = sources == targets and (not flows or grads == needed)
-        if one and alike and not theirs[0].fused:
+        if one and alike and not (theirs[0].fused or theirs[0].in_sum):
             return UNCONVERTED
         forward = self._conversions(sizes, itemsize, sources, targets)
         backward = self._conversions(sizes, itemsize, grads, needed) if flows else None
@@ -406,10 +429,10 @@ class TableBuilder:
         launches = None
         if self._stall:
             there = self._stalls(sizes, itemsize, sources, targets)
-            back = PricedTime(np.zeros_like(there.ns), np.zeros_like(there.mask))
+            stall = _nothing_of(there)
             if flows:
-                back = self._stalls(sizes, itemsize, grads, needed).transposed
-            launches = EdgeLaunches(there, back, there.where(again), there.where(gathers))
+                stall = self._stalls(sizes, itemsize, grads, needed).transposed
+            launches = EdgeLaunches(there, stall, there.where(again), there.where(gathers))
         late_there, late_back = None, None
         if max(makes.most, reads.most) > 1:
             ends, pieces = (sources, targets), makes.and_then(reads)
@@ -417,8 +440,16 @@ class TableBuilder:
             if backward is not None:
                 ends, pieces = (grads, needed), reads.and_then(makes)
                 backward, late_back = self._in_pieces(backward, pieces, sizes, itemsize, ends)
-        if edge.slot == 0 and fuses_forward(consumer):
-            forward = self._fused(forward, makes, consumer, theirs)
+        if edge.slot in (joined.first, joined.summed):
+            seconds, launch = self._pricer.forward_seconds, self._pricer.launch_seconds
+            own = partial(seconds, consumer), partial(launch, edge.consumer)
+            reader = FusedReader(theirs, *own)
+            if edge.slot == joined.first:
+                forward = reader.inside(forward, makes.count)
+            if edge.slot == joined.summed:
+                shares = sum_shares(self.resharder, sizes, itemsize, sources, targets)
+                forward, summed = reader.in_sums(forward, makes.count, shares)
+                copies = masked(copies, ~summed)
         made_pieces = np.broadcast_to(makes.count[:, None], copies.shape)
         read_pieces = np.broadcast_to(reads.count[None, :], copies.shape)
         by_reader = (made_pieces == 1) & (read_pieces > 1)
@@ -436,7 +467,7 @@ class TableBuilder:
             latency_forward=late_there,
             latency_backward=None if late_back is None else late_back.T.copy(),
             launches=launches,
-            shares=self._shares(edge, theirs, targets, grads if flows else None, kept, runs_again),
+            shares=self._shares(edge, theirs, targets, back, kept, runs_again, joined),
         )
 
     def _shares(
@@ -447,10 +478,11 @@ class TableBuilder:
         grads: Sequence[Placements] | None,
         kept: bool,
         runs_again: bool,
+        joined: JoinedInputs,
     ) -> tuple[Ints, ...]:
         """Numbers of what each choice of a reader needs, by `SharedBy`."""
         consumer, number = self.graph.operators[edge.consumer], self.memory.number
-        alone = np.array([not shares_conversion(consumer, c, edge.slot) for c in theirs])
+        alone = np.array([not shares_conversion(consumer, c, edge.slot, joined) for c in theirs])
         again = np.array([choice.recompute for choice in theirs])
         gathers = np.array([choice.regather for choice in theirs]) & ~again & kept
         there = np.array([number(target) for target in targets], dtype=np.int64)
@@ -501,22 +533,6 @@ class TableBuilder:
                 latency = each = self.resharder.seconds(path, 0) * 1e9
             ns[a, b] = max(1, round(each + (ns[a, b] - latency) / pieces.count[a, b]))
         return PricedTime(ns, whole.mask), once if once.any() else None
-
-    def _fused(
-        self,
-        forward: PricedTime,
-        makes: PieceCounts,
-        consumer: Operator,
-        theirs: Sequence[Choice],
-    ) -> PricedTime:
-        """The conversions with the forward pass of a fused consumer inside them, by piece."""
-        ns, mask = forward.ns.copy(), forward.mask.copy()
-        for b, choice in enumerate(theirs):
-            if choice.fused:
-                own = self._pricer.forward_seconds(consumer, choice)
-                mask[:, b] = np.where(ns[:, b] > 0, mask[:, b], COMPUTE)
-                ns[:, b] = np.maximum(ns[:, b], to_ns(own / makes.count))
-        return PricedTime(ns, mask)
 
     def _stalls(
         self,

@@ -50,7 +50,7 @@ from stratagem.simulator.pricing.cost_rows import (
     to_ns,
 )
 from stratagem.simulator.sharding.choice import Choice, Touches
-from stratagem.simulator.sharding.choice_options import priced_by
+from stratagem.simulator.sharding.choice_options import JoinedInputs, priced_by
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
     Residence,
@@ -60,7 +60,7 @@ from stratagem.simulator.sharding.parameter_homes import (
     unsharded_gradient_bytes,
     weight_share,
 )
-from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+from stratagem.simulator.sharding.pieces_and_fusion import piece_dim
 from stratagem.simulator.sharding.resharding_paths import Resharder
 
 Priced = tuple[float, int]
@@ -104,16 +104,18 @@ class OperatorPricer:
         uses: tuple[ParameterUse, ...],
         *,
         runs_again: bool,
+        joined: JoinedInputs = JoinedInputs(),  # noqa: B008
     ) -> OperatorRow:
         """The row of operator `i`; `uses` says what it is to each of its weights.
 
-        Where it is recomputed it `runs_again`, or has only its inputs brought back.
+        Where it is recomputed it `runs_again`, or has only its inputs brought back. Its forward
+        pass runs in the conversions of the inputs that are `joined`, where choices ask for it.
         """
         operator = self.graph.operators[i]
         # ZeRO changes nothing about passes, recompute and pieces nothing about parameters.
         passed = {_PASSED_BY(choice): choice for choice in reversed(choices)}
         placed = {_MOVED_BY(choice): choice for choice in reversed(choices)}
-        passing = {key: self._passes(i, choice) for key, choice in passed.items()}
+        passing = {key: self._passes(i, choice, joined) for key, choice in passed.items()}
         moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
         passes = [passing[_PASSED_BY(choice)] for choice in choices]
         moved = [moving[_MOVED_BY(choice)] for choice in choices]
@@ -122,7 +124,11 @@ class OperatorPricer:
         footprints = [keeping[_KEPT_BY(choice)] for choice in choices]
         again = [runs_again and choice.recompute for choice in choices]
         both = list(zip(passes, moved, choices, strict=True))
-        there = [self._launch(i, choice, Direction.FORWARD) for choice in choices]
+        launched = [self._launch(i, choice, Direction.FORWARD) for choice in choices]
+        there = [
+            IDLE if choice.in_sum and joined.summed is not None else launch
+            for choice, launch in zip(choices, launched, strict=True)
+        ]
         times = {
             "forward": [p.forward for p in passes],
             "backward": [self._adding(p.backward, m, c) for p, m, c in both],
@@ -134,7 +140,7 @@ class OperatorPricer:
             "recompute": [p.recompute if a else IDLE for p, a in zip(passes, again, strict=True)],
             "launch_forward": there,
             "launch_backward": [self._launch(i, c, Direction.BACKWARD) for c in choices],
-            "launch_recompute": [t if a else IDLE for t, a in zip(there, again, strict=True)],
+            "launch_recompute": [t if a else IDLE for t, a in zip(launched, again, strict=True)],
             "gather": [m.gather for m in moved],
             "sync": [m.sync for m in moved],
             "each_sync": [m.each_sync for m in moved],
@@ -191,15 +197,25 @@ class OperatorPricer:
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
         return self._slowest(operator, sizes, Direction.FORWARD)[0]
 
+    def launch_seconds(self, i: int, choice: Choice) -> float:
+        """What the host takes to launch a forward pass, where the cluster says so."""
+        return self._launch(i, choice, Direction.FORWARD)[0]
+
     def pass_seconds(self, i: int, choice: Choice) -> float:
         """Forward and backward pass, all pieces, and the forward pass that is repeated."""
         return _pass_seconds(self._passes(i, choice), choice)
 
     def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
         """The same for a shard of some sizes, alone: nothing is exchanged inside the operator."""
-        return _pass_seconds(self._passes(i, choice, sizes), choice)
+        return _pass_seconds(self._passes(i, choice, shard=sizes), choice)
 
-    def _passes(self, i: int, choice: Choice, shard: Mapping[str, int] | None = None) -> _Passes:
+    def _passes(
+        self,
+        i: int,
+        choice: Choice,
+        joined: JoinedInputs = JoinedInputs(),  # noqa: B008
+        shard: Mapping[str, int] | None = None,
+    ) -> _Passes:
         """The passes of an operator; of a shard of it, whose choice has no config, if given."""
         operator = self.graph.operators[i]
         if operator.is_source:
@@ -223,7 +239,7 @@ class OperatorPricer:
         if choice.recompute:
             again = self._slowest(operator, sizes, Direction.FORWARD)[0]
             whole = (again + comm, COMPUTE | mask)
-        if choice.fused and fuses_forward(operator):
+        if joined.of(operator, choice) is not None:
             forward = IDLE
         return _Passes(
             forward=forward,

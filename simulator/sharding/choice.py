@@ -16,8 +16,10 @@ from stratagem.simulator.graph.placement import Config
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.sharding.pieces_and_fusion import (
     check_fusion,
+    check_in_sum,
     check_pieces,
     fuses_forward,
+    fuses_in_sum,
     piece_dim,
 )
 
@@ -51,10 +53,14 @@ class Choice:
         streamed: its pieces are parts of one product, and what goes with them is one collective
             that waits for each part (CoCoNet; see `pieces_and_fusion`). Predicted only: the
             executor has a product and a collective for each piece.
+        in_sum: its forward pass runs inside the sum of the input that may be pending, of which
+            each device does its share (CoCoNet's fused all-reduce; see `pieces_and_fusion`), and
+            nobody stores the sum. Where nothing is summed it runs by itself. Predicted only: the
+            executor sums first.
 
     Raises:
-        ValueError: if the ZeRO stage is not 0 to 3, `chunks` is below 1, or `streamed` has no
-            pieces.
+        ValueError: if the ZeRO stage is not 0 to 3, `chunks` is below 1, `streamed` has no
+            pieces, or it is `fused` and `in_sum`.
     """
 
     config: Config
@@ -64,6 +70,7 @@ class Choice:
     fused: bool = False
     regather: bool = False
     streamed: bool = False
+    in_sum: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
@@ -74,6 +81,11 @@ class Choice:
             raise ValueError(
                 "streamed with 1 chunk: one piece has nothing to stream; set chunks to 2 or more, "
                 "or streamed to false"
+            )
+        if self.fused and self.in_sum:
+            raise ValueError(
+                "fused and in_sum: a forward pass runs inside one conversion, that of its first "
+                "input or that of its sum; set one of them to false"
             )
 
     @property
@@ -105,7 +117,7 @@ class TriedOptions:
 
     Example:
         >>> TriedOptions(chunks=(1, 4), regather=True).without_savers()
-        TriedOptions(chunks=(1, 4), fuse=False, regather=False, stream=False)
+        TriedOptions(chunks=(1, 4), fuse=False, regather=False, stream=False, in_sums=False)
 
     Attributes:
         chunks: in how many pieces a matrix product may run, to overlap with its collectives.
@@ -115,6 +127,9 @@ class TriedOptions:
         stream: whether pieces may be streamed too (see `Choice`), for programs whose collectives
             wait for parts of a product. Not for the executor: it has none, and runs separate
             ones, which take longer than predicted.
+        in_sums: whether elementwise work may run inside the sums of tensor parallelism (see
+            `Choice`), for programs whose collectives compute. Not for the executor: it has none,
+            and computes behind them, which takes longer than predicted.
 
     Raises:
         ValueError: on chunks below 1, or where there are no pieces to stream.
@@ -124,6 +139,7 @@ class TriedOptions:
     fuse: bool = False
     regather: bool = False
     stream: bool = False
+    in_sums: bool = False
 
     def __post_init__(self) -> None:
         if not self.chunks or min(self.chunks) < 1:
@@ -283,6 +299,17 @@ OPTIONS = (
         help="let pieces be parts of one product that one collective waits for, which the "
         "executor does not have",
         part_of="chunks",
+    ),
+    ChoiceOption(
+        name="in_sum",
+        touches=Touches.PASSES,
+        phrase=lambda _, choice: "in shares inside the sum that it reads" * choice.in_sum,
+        remark=lambda choice: "in sum" * choice.in_sum,
+        tried_by="in_sums",
+        help="let elementwise work run inside sums, on each device for its share, which the "
+        "executor does not have",
+        may=lambda operator, _, __, choice, ___: not choice.fused and fuses_in_sum(operator),
+        check=lambda operator, choice, _: check_in_sum(operator) if choice.in_sum else None,
     ),
 )
 """In the order in which searches try them; a detail follows what it is a detail of."""

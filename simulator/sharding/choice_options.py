@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.sharding.choice import (
     OPTIONS,
@@ -17,7 +18,7 @@ from stratagem.simulator.sharding.choice import (
     Touches,
     TriedOptions,
 )
-from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, summed_input
 
 _KEYS = {
     part: attrgetter("config", *(option.name for option in OPTIONS if option.touches & part))
@@ -43,7 +44,7 @@ def options_of(choice: Choice) -> tuple[Any, ...]:
 
     Example:
         >>> options_of(Choice((), chunks=2, streamed=True))
-        (0, False, 2, False, False, True)
+        (0, False, 2, False, False, True, False)
     """
     values: tuple[Any, ...] = _VALUES(choice)
     return values
@@ -57,7 +58,7 @@ def option_parts(choice: Choice) -> tuple[object, ...]:
 
     Example:
         >>> option_parts(Choice((), chunks=2, streamed=True))
-        (0, False, (2, True), False, False)
+        (0, False, (2, True), False, False, False)
     """
     return tuple(part(choice) for part in _PARTS)
 
@@ -157,7 +158,7 @@ def tries_of(choices: Iterable[Choice]) -> dict[str, Any]:
 
     Example:
         >>> tries_of([Choice((), chunks=4), Choice((), fused=True)])
-        {'chunks': (1, 4), 'fuse': True, 'regather': False, 'stream': False}
+        {'chunks': (1, 4), 'fuse': True, 'regather': False, 'stream': False, 'in_sums': False}
     """
     chosen = list(choices)
     found: dict[str, Any] = {}
@@ -179,9 +180,44 @@ def check_choice(operator: Operator, choice: Choice, shape: Sequence[int]) -> No
         option.check(operator, choice, shape)
 
 
-def shares_conversion(operator: Operator, choice: Choice, slot: int) -> bool:
+class JoinedInputs(NamedTuple):
+    """The inputs in whose conversions an operator's forward pass may run, None where it has none.
+
+    Attributes:
+        first: what a `fused` choice joins: the first, if its stage converts it.
+        summed: what one `in_sum` joins (see `summed_input`).
+    """
+
+    first: int | None = 0
+    summed: int | None = 0
+
+    def of(self, operator: Operator, choice: Choice) -> int | None:
+        """The input in whose conversion a forward pass runs; None where it runs by itself."""
+        if choice.in_sum:
+            return self.summed
+        return self.first if choice.fused and fuses_forward(operator) else None
+
+
+def joined_inputs(graph: OperatorGraph, i: int, inside: Container[int]) -> JoinedInputs:
+    """Which inputs of operator `i` the stage of some operators converts for it.
+
+    What comes from another stage is converted before it is sent, and sources not at all.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph = mlp([8, 8, 8], batch=2)
+        >>> relu = graph.index["relu"]
+        >>> joined_inputs(graph, relu, range(relu + 1)), joined_inputs(graph, relu, [relu])
+        (JoinedInputs(first=0, summed=0), JoinedInputs(first=None, summed=None))
+    """
+    first = next((edge.producer for edge in graph.reads[i] if edge.slot == 0), None)
+    converts = first in inside and first is not None and not graph.operators[first].is_source
+    return JoinedInputs(0 if converts else None, summed_input(graph, i, inside))
+
+
+def shares_conversion(operator: Operator, choice: Choice, slot: int, joined: JoinedInputs) -> bool:
     """Whether an operator may read a copy that another one reads too (see `shared_conversions`).
 
     What it reads in pieces, or inside a conversion, is its own.
     """
-    return choice.chunks == 1 and not (choice.fused and slot == 0 and fuses_forward(operator))
+    return choice.chunks == 1 and joined.of(operator, choice) != slot

@@ -30,16 +30,39 @@ behind:
 
 With n = 1 both are C + T. Backward an operator's passes are cut alike: a part of the pass makes
 its gradients of inputs and of weights (apart with `inputs_first`).
+
+*Fusion* has the collective do an elementwise operator's work. In a *sum* every device does its
+share of it (CoCoNet's fused all-reduce: Jangda et al. 2022, section 5.2): a ring's all-reduce is a
+reduce-scatter and an all-gather, between which each of n devices has 1/n of the elements whole. It
+computes with these and passes on results, so nobody stores the sum:
+
+    apart      ▒▒ reduce-scatter ▒▒▒▒ all-gather ▒▒███████ dropout, residual ███████
+    in a sum   ▒▒ reduce-scatter ▒▒▒▒ all-gather ▒▒
+                                ██ ██ ██ a share
+
+With t of a path of T for its last sum, C for the forward pass apart, and s the share of its
+elements that a device is the first to have whole, the conversion takes
+
+    T + max(0, C·s − t)         for one all-reduce max(T, C/n)
+    T + C·s                     where its collectives keep the cores busy
+
+and the operator nothing, not even a launch. Backward, and forward again, it runs apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, local_sizes
 from stratagem.simulator.operators.kinds.kind_record import OperatorRole
-from stratagem.simulator.operators.kinds.operator_kinds import kind_of, role_of
-from stratagem.simulator.operators.operator import DimKind, Operator, factors
+from stratagem.simulator.operators.kinds.operator_kinds import (
+    kind_of,
+    role_of,
+    saved_inside,
+    saved_slots,
+)
+from stratagem.simulator.operators.operator import DimKind, Edge, Operator, factors
 
 
 def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str | None:
@@ -65,6 +88,48 @@ def fuses_forward(operator: Operator) -> bool:
     return (
         role_of(operator) is OperatorRole.CHAIN and not operator.weights and bool(operator.inputs)
     )
+
+
+def fuses_in_sum(operator: Operator) -> bool:
+    """Whether an operator's forward pass can run inside the sum of an input, share by share.
+
+    So can an elementwise one whose backward needs none of its inputs, nor results inside it: of
+    these a device would have its share only. The result is there on all devices that need it, and
+    the mask of a dropout is drawn by position, so each draws what it keeps of it.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> fuses_in_sum(mlp([8, 8, 8], batch=2).operator("relu"))
+        True
+    """
+    if not fuses_forward(operator):
+        return False
+    drawn = sum(function == "dropout" for function, _ in operator.attributes["steps"])
+    read = saved_slots(operator) | saved_slots(operator, fused=True)
+    return not read and saved_inside(operator) == (0, drawn)
+
+
+def summed_input(graph: OperatorGraph, i: int, inside: Container[int]) -> int | None:
+    """The input of operator `i` that may be a pending sum of its stage; None where none may be.
+
+    That is one made by an operator with a dim that the result lacks; of several the one made last,
+    for which the others wait.
+
+    Args:
+        graph: the model.
+        i: the operator's index in it.
+        inside: indices of the operators of its stage.
+    """
+    found: Edge | None = None
+    for edge in graph.reads[i]:
+        producer = graph.operators[edge.producer]
+        if edge.producer not in inside or producer.is_source:
+            continue
+        kept = set(factors(producer.outputs[edge.output].layout))
+        sums = any(dim.name not in kept and not dim.whole for dim in producer.dims)
+        if sums and (found is None or edge.producer > found.producer):
+            found = edge
+    return None if found is None else found.slot
 
 
 def check_pieces(operator: Operator, config: Config, shape: Sequence[int], chunks: int) -> None:
@@ -96,4 +161,19 @@ def check_fusion(operator: Operator) -> None:
         raise ValueError(
             f"operator {operator.name!r} ({operator.kind}) cannot be fused with a collective: "
             f"only elementwise operators and those with parameters can; set fused to false"
+        )
+
+
+def check_in_sum(operator: Operator) -> None:
+    """Refuse what cannot run inside the sum of its input.
+
+    Raises:
+        ValueError: naming the operator and which ones can.
+    """
+    if not fuses_in_sum(operator):
+        raise ValueError(
+            f"operator {operator.name!r} ({operator.kind}) cannot run inside a sum: only "
+            "elementwise operators without parameters can, whose backward pass needs neither an "
+            "input nor a result inside them (residual additions, dropout, ReLU); set in_sum to "
+            "false"
         )

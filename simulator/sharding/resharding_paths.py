@@ -20,6 +20,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +42,11 @@ from stratagem.simulator.graph.placement import (
     splits_of,
 )
 from stratagem.simulator.hardware.collective_kinds import Collective
-from stratagem.simulator.hardware.collective_times import collective_latency, collective_time
+from stratagem.simulator.hardware.collective_times import (
+    collective_latency,
+    collective_time,
+    finished_share,
+)
 from stratagem.simulator.hardware.device_mesh import AxisLink
 from stratagem.simulator.hardware.resources import link_mask
 from stratagem.simulator.sharding._shortest_paths import shortest_paths
@@ -80,6 +85,18 @@ class ReshardingStep:
 
     def __str__(self) -> str:
         return f"{self.collective.value} axis {self.axis} ({self.source} → {self.target})"
+
+
+class FinishedSum(NamedTuple):
+    """The last sum on the way of a tensor: its seconds, and how many elements of it a device is
+    the first to have whole.
+    """
+
+    seconds: float
+    elements: float
+
+
+_SUMS = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
 
 
 class Resharder:
@@ -215,6 +232,23 @@ class Resharder:
             )
             for s in steps
         )
+
+    def last_sum(self, steps: Sequence[ReshardingStep], itemsize: int) -> FinishedSum | None:
+        """The last sum of a path; None where nothing is summed.
+
+        Example:
+            >>> from stratagem.simulator.graph.placement import PARTIAL
+            >>> resharder = Resharder((4,), (AxisLink(1e-6, 1e-9, False, False),))
+            >>> steps = resharder.path((8, 16), 4, (PARTIAL,), (REPLICATE,))
+            >>> resharder.last_sum(steps, 4).elements
+            32.0
+        """
+        for step in reversed(steps):
+            size, nbytes = self.shape[step.axis], step.elements * itemsize
+            if step.collective in _SUMS and size > 1:
+                share = finished_share(step.collective, nbytes, size, self.links[step.axis])
+                return FinishedSum(self.seconds((step,), itemsize), share * step.elements)
+        return None
 
     def _step_seconds(
         self, collective: Collective, nbytes: int, axis: int, *, later: bool

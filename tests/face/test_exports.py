@@ -41,7 +41,7 @@ from stratagem.simulator.sharding.choice import Choice
 from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=4)
-OPTIONS = Options(chunks=(1, 2), fuse=True, regather=True, stream=True)
+OPTIONS = Options(chunks=(1, 2), fuse=True, regather=True, stream=True, in_sums=True)
 SMALL = {"hidden": 32, "num_heads": 4, "vocabulary": 64, "sequence": 16, "batch": 16}
 
 MODELS: dict[str, Callable[[], OperatorGraph]] = {

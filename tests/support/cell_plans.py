@@ -68,7 +68,7 @@ def options(
     name: str, parts: int, i: int, shape: tuple[int, ...], plain: bool
 ) -> tuple[Choice, ...]:
     graph = model_graph(name).microbatch(parts)
-    allowed = Options() if plain else Options(chunks=(1, 2), fuse=True, stream=True)
+    allowed = Options() if plain else Options(chunks=(1, 2), fuse=True, stream=True, in_sums=True)
     return operator_choices(graph, graph.operators[i], shape, (0, 1, 2, 3), allowed)
 
 

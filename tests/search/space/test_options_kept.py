@@ -40,6 +40,7 @@ def drawn_options(number: int) -> Options:
         regather=bool(rng.random() < 0.5),
         stream=len(chunks) > 1 and bool(rng.random() < 0.5),
         place=bool(rng.random() < 0.5),
+        in_sums=bool(rng.random() < 0.5),
     )
 
 
@@ -51,6 +52,7 @@ def breaches(plan: Plan, options: Options) -> list[str]:
         "inputs first": plan.inputs_first and not options.inputs_first,
         "pieces": any(choice.chunks not in options.chunks for choice in chosen),
         "fused": any(choice.fused for choice in chosen) and not options.fuse,
+        "in sums": any(choice.in_sum for choice in chosen) and not options.in_sums,
         "streamed": any(choice.streamed for choice in chosen) and not options.stream,
         "gathered again": any(choice.regather for choice in chosen) and not options.regather,
         "on parts": plan.has_pins and not options.place,

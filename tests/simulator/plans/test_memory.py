@@ -156,7 +156,7 @@ def test_the_curve_peaks_where_the_peak_says(seed: int, num_stages: int, schedul
     graph = small_gpt()
     parts, ways = 4, 8 // num_stages
     small, rng = graph.microbatch(parts), np.random.default_rng(seed)
-    options = Options(chunks=(1, 2), fuse=True, stream=True)
+    options = Options(chunks=(1, 2), fuse=True, stream=True, in_sums=True)
     again = rng.random() < 0.5
     choices: dict[str, Choice] = {}
     for operator in small.operators:

@@ -28,7 +28,11 @@ from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import OPTIONS, USUAL_TRIES, Choice, ChoiceOption
 from stratagem.simulator.sharding.choice_options import as_tried
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
-from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+from stratagem.simulator.sharding.pieces_and_fusion import (
+    fuses_forward,
+    fuses_in_sum,
+    piece_dim,
+)
 from stratagem.simulator.simulation.plan_in_words import choice_phrase
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
@@ -37,7 +41,8 @@ EACH = {o.tried_by: (1, 2) if o.usual == 1 else True for o in OPTIONS}
 ALL = Options(**{name: tried for name, tried in EACH.items() if name})
 SOME = (
     Options(),
-    Options(chunks=(1, 2), fuse=True, regather=True, stream=True),
+    Options(chunks=(1, 2), fuse=True, regather=True, stream=True, in_sums=True),
+    Options(in_sums=True),
     Options(chunks=(4, 2), regather=True),
     Options(fuse=True),
     Options(chunks=(1, 3, 2), stream=True),
@@ -91,14 +96,16 @@ def written_out(
         bool(trainable_weights(small, operator)) or fuses_forward(operator)
     )
     again = options.regather and bool(operator.weights) and not recompute
+    sums = options.in_sums and fuses_in_sum(operator)
     pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
     return [
-        Choice(config, zero, recompute, chunks, fused, regather, streamed)
+        Choice(config, zero, recompute, chunks, fused, regather, streamed, in_sum)
         for zero in zero_stages_of(small, operator, config, MESH.shape, (0, 1, 2, 3))
         for chunks in pieces or [1]
         for fused in ((False, True) if fusible else (False,))
         for regather in ((False, True) if again else (False,))
         for streamed in ((False, True) if options.stream and chunks > 1 else (False,))
+        for in_sum in ((False, True) if sums and not fused else (False,))
     ]
 
 

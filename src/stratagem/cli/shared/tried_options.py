@@ -23,9 +23,9 @@ def takes_tried_options(behind: str) -> Callable[[Verb], Verb]:
     Example:
         >>> @takes_tried_options(behind="model")
         ... def verb(model: str, *, tried: dict[str, Any]) -> None:
-        ...     print(model, tried)
+        ...     print(model, tried["chunks"], tried["fuse"])
         >>> verb(model="gpt", fuse=True, chunks=[4, 2])
-        gpt {'chunks': (1, 2, 4), 'fuse': True, 'regather': True, 'stream': False}
+        gpt (1, 2, 4) True
 
     Args:
         behind: the parameter behind which they are listed.
