@@ -11,6 +11,7 @@ prices of their own. So such plans are beside the space, and the result says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from stratagem.searcher.driver.budget import Budget, StopReason
@@ -26,10 +27,13 @@ from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.units import format_duration
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.parallel_branches import parallel_branches
+from stratagem.simulator.graph.placement import Partial, output_placements
 from stratagem.simulator.graph.token_slices import num_slices
 from stratagem.simulator.plan.mirrored_stages import kept_statistics
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_in_sum, summed_input
 from stratagem.simulator.simulation.simulation import Simulation
 
 FORMED = 0.05
@@ -80,6 +84,44 @@ def not_tried(forms: tuple[Form, ...]) -> dict[str, str]:
             f"not tried: {asking if names else 'give Options(place=True), or --place'}"
         )
     return told
+
+
+def sums_not_tried(plan: Plan, graph: OperatorGraph, options: Options) -> dict[str, str]:
+    """What a search says of a plan with sums that elementwise work could be inside of.
+
+    Args:
+        plan: the one that it gives.
+        graph: the model at its whole batch.
+        options: of the search.
+    """
+    reads = [] if options.in_sums else list(_sums_read(plan, plan.rewrite(graph).graph))
+    if not reads:
+        return {}
+    more = f" and {len(reads) - 1} more" if len(reads) > 1 else ""
+    return {
+        "elementwise work inside sums": f"not tried: operator {reads[0]!r}{more} could compute in "
+        "shares inside the sum that it reads, which the executor does not have: give "
+        "Options(in_sums=True), or --in-sums"
+    }
+
+
+def _sums_read(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
+    """The operators that read a pending sum of their stage and could compute inside of it."""
+    for stage in plan.stages:
+        inside = {graph.index[name] for name in stage.operators}
+        for i in sorted(inside):
+            operator = graph.operators[i]
+            slot = summed_input(graph, i, inside) if fuses_in_sum(operator) else None
+            if slot is not None:
+                edge = graph.reads[i][slot]
+                producer = graph.operators[edge.producer]
+                config = stage.choices[producer.name].config
+                made = output_placements(producer.outputs[edge.output], config)
+                if any(
+                    isinstance(placement, Partial) and ways > 1
+                    for placement, ways in zip(made, stage.mesh.shape, strict=True)
+                ):
+                    yield operator.name
 
 
 def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[Form, ...]:

@@ -15,6 +15,7 @@ from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.other_forms import (
     asked_and_others,
     not_tried,
+    sums_not_tried,
     try_other_forms,
     without_their_share,
 )
@@ -440,7 +441,13 @@ def _search_graph(
         space=tuple(entry.record for entry in run.space.entries),
         front=tuple(run.incumbent.front),
         trace=tuple(run.trace),
-        notes={**run.notes, **_of_baselines(run), **not_tried(unasked), **_batch_note(graph)},
+        notes={
+            **run.notes,
+            **_of_baselines(run),
+            **not_tried(unasked),
+            **sums_not_tried(named.plan, graph, run.space.options),
+            **_batch_note(graph),
+        },
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,

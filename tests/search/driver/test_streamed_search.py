@@ -1,4 +1,4 @@
-"""Streamed pieces, and other options, in a search: only where asked for, and under the bounds."""
+"""Streamed pieces, work in sums and other options: only where asked for, and under the bounds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,17 @@ def is_cut(operator: Operator, choice: Choice, mesh: DeviceMesh) -> bool:
 CUT = sg.Rule("features are split", is_cut, lambda skeleton: len(skeleton.stages) == 1)
 
 
-def found(cluster: Cluster, options: Options, start: Plan | None = None) -> sg.SearchResult:
+def sums(operator: Operator, choice: Choice, mesh: DeviceMesh) -> bool:
+    """Whether an operator has no weights, or leaves a sum to both devices."""
+    return not operator.weights or choice.config == (Shard("in"),)
+
+
+SUMMED = sg.Rule("results are summed", sums, lambda skeleton: len(skeleton.stages) == 1)
+
+
+def found(
+    cluster: Cluster, options: Options, start: Plan | None = None, rule: sg.Rule = CUT
+) -> sg.SearchResult:
     return sg.search(
         GRAPH,
         cluster,
@@ -71,7 +81,7 @@ def found(cluster: Cluster, options: Options, start: Plan | None = None) -> sg.S
         options=options,
         start=start,
         budget=sg.Budget(3000),
-        constraints=sg.Constraints(microbatches=(1,), rules=(CUT,)),
+        constraints=sg.Constraints(microbatches=(1,), rules=(rule,)),
         progress=False,
     )
 
@@ -84,6 +94,23 @@ def test_it_is_tried_where_asked_for_only() -> None:
     assert streams.simulation.step_time < 0.98 * plain.simulation.step_time
     for each in (plain, streams):
         assert each.bound <= each.simulation.step_time * (1 + 1e-9)
+
+
+def test_work_in_sums_is_tried_where_asked_for_only() -> None:
+    """Where it is not, and the plan has sums with such work behind, the result says so."""
+    cluster = linked(100.0, 5.0)
+    plain, tried = (found(cluster, Options(in_sums=each), rule=SUMMED) for each in (False, True))
+    assert plain.plan.in_sums == ()
+    assert tried.plan.in_sums == ("relu",)
+    assert tried.simulation.step_time < plain.simulation.step_time
+    for each in (plain, tried):
+        assert each.bound <= each.simulation.step_time * (1 + 1e-9)
+    told = "elementwise work inside sums"
+    assert "operator 'relu' could compute in shares" in plain.notes[told]
+    assert told not in tried.notes
+    again = found(cluster, Options(), tried.plan, SUMMED)
+    assert again.plan.in_sums == ()
+    assert again.notes["the plan to start from"] == "taken with the options of the search"
 
 
 def test_a_plan_to_start_from_does_not_bring_it_in() -> None:
