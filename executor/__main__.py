@@ -34,7 +34,7 @@ from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.named_functions import make_data, make_model
 from stratagem.executor.running.planned_graph import planned_graph
 from stratagem.executor.running.run_request import RunRequest
-from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
+from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
 from stratagem.executor.running.torch_reference import reference_of
 from stratagem.executor.running.world import default_backend, process_rank
 from stratagem.executor.state.parameter_parts import model_state
@@ -62,7 +62,7 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
     if elsewhere and comm.rank == 0:
         warnings.warn(elsewhere, stacklevel=2)
     if comm.rank == 0:
-        warn_of_streamed_pieces(plan)
+        warn_of_separate_collectives(plan)
     place.enter(-1, "taking the first batch", slow=True, idle=True)
     data: Data = make_data(request.data, plan.seed) if request.data else example
     inputs = {given.name for given in graph.inputs}

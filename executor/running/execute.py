@@ -18,7 +18,7 @@ from stratagem.executor.lowering.lower import lower
 from stratagem.executor.program.programs import Program
 from stratagem.executor.program.verify import verify
 from stratagem.executor.results.execution_result import ExecutionResult
-from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
+from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
 from stratagem.executor.running.world import process_rank
 from stratagem.executor.state.parameter_parts import check_state
 from stratagem.executor.training.batches import Batches, Data
@@ -81,7 +81,7 @@ def execute(
         show: shows progress, on the rank that knows the loss.
 
     Warns:
-        SeparateCollectives: the plan streams pieces, which run as collectives of their own.
+        SeparateCollectives: the plan streams pieces, or computes inside sums, and runs them apart.
 
     Returns:
         Everything with ``local``. Else timeline, parameters, gradients and outputs are complete on
@@ -159,7 +159,7 @@ def run_plan(
             raise
 
     if backend == "local":
-        warn_of_streamed_pieces(plan)
+        warn_of_separate_collectives(plan)
         result = run_local(program.world_size, run, timeout=timeout or LOCAL_SECONDS)[0]
         warn_not_finite(result.losses, result.first_step)
         return result
@@ -169,7 +169,7 @@ def run_plan(
     with process_rank(limits, backend=backend) as (comm, watch):
         check_world(program, comm.world_size)
         if comm.rank == 0:
-            warn_of_streamed_pieces(plan)
+            warn_of_separate_collectives(plan)
         return run(comm, watch)
 
 

@@ -18,7 +18,7 @@ from stratagem.executor.checkpoints.folder import find_checkpoint
 from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.run_request import RunRequest
-from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
+from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
 from stratagem.executor.running.world import default_backend
 from stratagem.executor.training.training_loop import warn_not_finite
 from stratagem.executor.watching import rank_starter
@@ -60,7 +60,7 @@ def launch(
         show: shows progress.
 
     Warns:
-        SeparateCollectives: the plan streams pieces, which run as collectives of their own.
+        SeparateCollectives: the plan streams pieces, or computes inside sums, and runs them apart.
 
     Raises:
         ValueError: when the plan file cannot be read, or there is no checkpoint to go on from.
@@ -69,7 +69,7 @@ def launch(
         TimeoutError: when the run takes longer than `timeout`.
     """
     plan = Plan.load(request.plan)
-    warn_of_streamed_pieces(plan)
+    warn_of_separate_collectives(plan)
     backend = request.backend or default_backend(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)

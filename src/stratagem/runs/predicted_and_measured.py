@@ -347,6 +347,7 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
         *_note_on_gradients(plan),
         *_note_on_the_loss(plan.training),
         *_note_on_streamed_pieces(plan),
+        *_note_on_work_in_sums(plan),
     )
 
 
@@ -411,6 +412,15 @@ def _note_on_streamed_pieces(plan: Plan) -> Iterator[str]:
             f"Predicted as if the pieces of {len(plan.streamed)} operators were parts of one "
             "product that one collective waits for; the executor ran a product and a collective "
             "for each piece: predict with streamed=False in their choices for what it takes."
+        )
+
+
+def _note_on_work_in_sums(plan: Plan) -> Iterator[str]:
+    if plan.in_sums:
+        yield (
+            f"Predicted as if {len(plan.in_sums)} operators computed inside the sums that they "
+            "read, on each device its share; the executor sums first: predict with in_sum=False "
+            "in their choices for what it takes."
         )
 
 

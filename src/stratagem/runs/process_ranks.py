@@ -25,7 +25,7 @@ from stratagem.executor.results.execution_result import ExecutionResult, not_gra
 from stratagem.executor.running.execute import run_plan
 from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.launch import rank_scratch, run_ranks
-from stratagem.executor.running.separate_collectives import warn_of_streamed_pieces
+from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
 from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.learning_rates import RateSchedule, rate_told, told_to_others
 from stratagem.executor.training.training_loop import RunOptions, RunSettings, warn_not_finite
@@ -58,7 +58,7 @@ def run_processes(
             says which and where it was.
         TimeoutError: when the run takes longer than `timeout` seconds.
     """
-    warn_of_streamed_pieces(plan)
+    warn_of_separate_collectives(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)
     folder, resume, rate = options.checkpoint, options.resume, options.rate

@@ -1,4 +1,4 @@
-"""Plans with streamed pieces run, in pieces of their own, equal one device, and it is said."""
+"""Plans with streamed pieces and work in sums run apart, equal one device, and it is said."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from stratagem.executor.running.separate_collectives import SeparateCollectives
 from stratagem.executor.running.torch_reference import gradient_errors
 from stratagem.runs.predicted_and_measured import compare
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.sharding.pieces_and_fusion import fuses_in_sum
 from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import TOLERANCE, Case, backward_of, gradients_of, make_plan, megatron
 
@@ -25,6 +26,17 @@ def streamed(case: Case, *, streamed: bool = True) -> Plan:
         name: replace(choice, chunks=2, streamed=streamed)
         if name.endswith((".up", ".down"))
         else choice
+        for name, choice in stage.choices.items()
+    }
+    return replace(plan, stages=(replace(stage, choices=choices),))
+
+
+def in_sums(case: Case) -> Plan:
+    """Tensor parallelism whose residual additions are inside the sums that they read."""
+    plan = make_plan(case, megatron, (2,))
+    stage = plan.stages[0]
+    choices = {
+        name: replace(choice, in_sum=fuses_in_sum(case.graph.operator(name)))
         for name, choice in stage.choices.items()
     }
     return replace(plan, stages=(replace(stage, choices=choices),))
@@ -60,6 +72,37 @@ def test_processes_say_it_once() -> None:
     with pytest.warns(SeparateCollectives) as told:
         result = sg.execute(
             streamed(case),
+            case.model,
+            case.batch,
+            graph=case.graph,
+            gradients=True,
+            backend="gloo",
+            progress=False,
+        )
+    assert len(told) == 1
+    assert_equals_torch(case, result)
+
+
+def test_work_in_sums_equals_one_device_and_says_what_runs() -> None:
+    case = case_of("gpt")
+    plan = in_sums(case)
+    assert {"blocks.0.add", "blocks.0.add_1"} <= set(plan.in_sums)
+    told = rf"{plan.in_sums[0]!r} and {len(plan.in_sums) - 1} more inside the sum.*run are a sum"
+    with pytest.warns(SeparateCollectives, match=told):
+        result = execute(plan, case.graph, model_state(case.model), case.batch, gradients=True)
+    assert_equals_torch(case, result)
+    predicted = sg.simulate(plan, case.graph)
+    assert "blocks.0.add_1 forward" in set(result.timeline.names)
+    assert "blocks.0.add_1 forward" not in set(predicted.timeline.names)
+    notes = compare(predicted, result).notes
+    assert any(f"if {len(plan.in_sums)} operators computed inside the sums" in n for n in notes)
+
+
+def test_processes_with_work_in_sums_equal_torch() -> None:
+    case = case_of("gpt")
+    with pytest.warns(SeparateCollectives) as told:
+        result = sg.execute(
+            in_sums(case),
             case.model,
             case.batch,
             graph=case.graph,
