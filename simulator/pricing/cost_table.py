@@ -74,7 +74,7 @@ from stratagem.simulator.sharding.parameter_homes import (
     trainable_weights,
     use_of,
 )
-from stratagem.simulator.sharding.pieces_and_fusion import fuses_forward, piece_dim
+from stratagem.simulator.sharding.pieces_and_fusion import is_chain, piece_dim
 from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 
 Derived = TypeVar("Derived")
@@ -332,7 +332,7 @@ class TableBuilder:
     def _joined(self, i: int, choices: Sequence[Choice], inside: set[int]) -> JoinedInputs:
         """In which conversions the forward pass of an operator may run, if any choice asks."""
         operator = self.graph.operators[i]
-        if not fuses_forward(operator) or not any(c.fused or c.in_sum for c in choices):
+        if not is_chain(operator) or not any(c.fused or c.in_sum for c in choices):
             return JoinedInputs(None, None)
         return joined_inputs(self.graph, i, inside)
 

@@ -59,8 +59,8 @@ class Choice:
             executor sums first.
 
     Raises:
-        ValueError: if the ZeRO stage is not 0 to 3, `chunks` is below 1, `streamed` has no
-            pieces, or it is `fused` and `in_sum`.
+        ValueError: if the ZeRO stage is not 0 to 3, `chunks` is below 1, or `streamed` has no
+            pieces.
     """
 
     config: Config
@@ -81,11 +81,6 @@ class Choice:
             raise ValueError(
                 "streamed with 1 chunk: one piece has nothing to stream; set chunks to 2 or more, "
                 "or streamed to false"
-            )
-        if self.fused and self.in_sum:
-            raise ValueError(
-                "fused and in_sum: a forward pass runs inside one conversion, that of its first "
-                "input or that of its sum; set one of them to false"
             )
 
     @property
@@ -308,8 +303,12 @@ OPTIONS = (
         tried_by="in_sums",
         help="let elementwise work run inside sums, on each device for its share, which the "
         "executor does not have",
-        may=lambda operator, _, __, choice, ___: not choice.fused and fuses_in_sum(operator),
-        check=lambda operator, choice, _: check_in_sum(operator) if choice.in_sum else None,
+        may=lambda operator, _, __, choice, ___: (
+            fuses_in_sum(operator) and not (choice.fused and fuses_forward(operator))
+        ),
+        check=lambda operator, choice, _: (
+            check_in_sum(operator, fused=choice.fused) if choice.in_sum else None
+        ),
     ),
 )
 """In the order in which searches try them; a detail follows what it is a detail of."""

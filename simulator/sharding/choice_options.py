@@ -210,9 +210,11 @@ def joined_inputs(graph: OperatorGraph, i: int, inside: Container[int]) -> Joine
         >>> joined_inputs(graph, relu, range(relu + 1)), joined_inputs(graph, relu, [relu])
         (JoinedInputs(first=0, summed=0), JoinedInputs(first=None, summed=None))
     """
-    first = next((edge.producer for edge in graph.reads[i] if edge.slot == 0), None)
-    converts = first in inside and first is not None and not graph.operators[first].is_source
-    return JoinedInputs(0 if converts else None, summed_input(graph, i, inside))
+    first = None
+    if fuses_forward(graph.operators[i]):
+        producer = graph.reads[i][0].producer
+        first = 0 if producer in inside and not graph.operators[producer].is_source else None
+    return JoinedInputs(first, summed_input(graph, i, inside))
 
 
 def shares_conversion(operator: Operator, choice: Choice, slot: int, joined: JoinedInputs) -> bool:

@@ -83,11 +83,14 @@ def piece_dim(operator: Operator, sizes: Mapping[str, int], chunks: int) -> str 
     return None
 
 
+def is_chain(operator: Operator) -> bool:
+    """Whether an operator computes each element of its result by itself, from some tensor."""
+    return role_of(operator) is OperatorRole.CHAIN and bool(operator.inputs)
+
+
 def fuses_forward(operator: Operator) -> bool:
     """Whether an operator's forward pass can run inside the conversion of its first input."""
-    return (
-        role_of(operator) is OperatorRole.CHAIN and not operator.weights and bool(operator.inputs)
-    )
+    return not operator.weights and is_chain(operator)
 
 
 def fuses_in_sum(operator: Operator) -> bool:
@@ -102,7 +105,7 @@ def fuses_in_sum(operator: Operator) -> bool:
         >>> fuses_in_sum(mlp([8, 8, 8], batch=2).operator("relu"))
         True
     """
-    if not fuses_forward(operator):
+    if not is_chain(operator):
         return False
     drawn = sum(function == "dropout" for function, _ in operator.attributes["steps"])
     read = saved_slots(operator) | saved_slots(operator, fused=True)
@@ -164,8 +167,8 @@ def check_fusion(operator: Operator) -> None:
         )
 
 
-def check_in_sum(operator: Operator) -> None:
-    """Refuse what cannot run inside the sum of its input.
+def check_in_sum(operator: Operator, *, fused: bool) -> None:
+    """Refuse what cannot run inside the sum of its input, or is `fused` with another conversion.
 
     Raises:
         ValueError: naming the operator and which ones can.
@@ -173,7 +176,12 @@ def check_in_sum(operator: Operator) -> None:
     if not fuses_in_sum(operator):
         raise ValueError(
             f"operator {operator.name!r} ({operator.kind}) cannot run inside a sum: only "
-            "elementwise operators without parameters can, whose backward pass needs neither an "
-            "input nor a result inside them (residual additions, dropout, ReLU); set in_sum to "
-            "false"
+            "elementwise operators can, whose backward pass needs neither an input nor a result "
+            "inside them (biases, residual additions, dropout, ReLU); set in_sum to false"
+        )
+    if fused and fuses_forward(operator):
+        raise ValueError(
+            f"operator {operator.name!r} ({operator.kind}) is fused and in_sum: its forward pass "
+            "runs inside one conversion, that of its first input or that of its sum; set one of "
+            "them to false"
         )

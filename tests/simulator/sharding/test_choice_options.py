@@ -96,6 +96,7 @@ def written_out(
         bool(trainable_weights(small, operator)) or fuses_forward(operator)
     )
     again = options.regather and bool(operator.weights) and not recompute
+    joins = fuses_forward(operator)
     sums = options.in_sums and fuses_in_sum(operator)
     pieces = [n for n in options.chunks if n == 1 or piece_dim(operator, sizes, n)]
     return [
@@ -105,7 +106,7 @@ def written_out(
         for fused in ((False, True) if fusible else (False,))
         for regather in ((False, True) if again else (False,))
         for streamed in ((False, True) if options.stream and chunks > 1 else (False,))
-        for in_sum in ((False, True) if sums and not fused else (False,))
+        for in_sum in ((False, True) if sums and not (fused and joins) else (False,))
     ]
 
 

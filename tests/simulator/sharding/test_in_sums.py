@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from stratagem.searcher.space.skeletons import Options, operator_choices
 from stratagem.searcher.space.strategies import replicated, tensor_parallel
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.reference_engines import simulate_plain, simulate_simpy
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.forward_pass import forward_pass
 from stratagem.simulator.graph.models import gpt, llama, mlp
+from stratagem.simulator.graph.models.layers import linear
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import PARTIAL, REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
@@ -264,6 +266,26 @@ class TestWhereItMay:
         may = [n for n in other.names if fuses_in_sum(other.operator(n))]
         assert may == ["layers.0.add", "layers.0.add_1"]
 
+    def test_a_bias_of_its_own_may_too(self) -> None:
+        """Its update may be in the sync of its gradient beside."""
+        b = GraphBuilder("biased")
+        x, labels = b.input("x", (16, 32)), b.input("target", (16,), "int64")
+        y = b.pointwise("add", linear(b, "a", x, 32, bias=False), b.parameter("shift", (32,)))
+        graph = b.build(b.cross_entropy(y, labels))
+        (name,) = (n for n in graph.names if graph.operator(n).kind == "elementwise")
+        operator = graph.operator(name)
+        assert operator.weights
+        options = Options(fuse=True, in_sums=True)
+        choices = operator_choices(graph, operator, (2,), (0,), options)
+        assert {(c.fused, c.in_sum) for c in choices} == {*product((False, True), repeat=2)}
+        base = replicated(graph, (2,)) | {"a": Choice((Shard("in"),))}
+        one = changed(base, **{name: {"fused": True, "in_sum": True}})
+        tables = [table_of(graph, each, CLUSTER, 2) for each in (base, one)]
+        i = graph.index[name]
+        rows = [table.row(i).forward.ns.tolist() for table in tables]
+        assert rows == [[rows[0][0]], [0]]
+        assert rows[0][0] > 0
+
     def test_it_joins_the_sum_that_is_made_last(self) -> None:
         graph = layers(dropout=0.1)
         every = range(len(graph.names))
@@ -281,8 +303,9 @@ class TestWhereItMay:
         told = r"'h.0.mlp.act' \(elementwise\) cannot run inside a sum.*set in_sum to false"
         with pytest.raises(ValueError, match=told):
             simulation_of(graph, choices, ways=1)
-        with pytest.raises(ValueError, match="fused and in_sum: a forward pass runs inside one"):
-            Choice((), fused=True, in_sum=True)
+        both = changed(replicated(graph, (1,)), h__0__add={"in_sum": True, "fused": True})
+        with pytest.raises(ValueError, match="is fused and in_sum: its forward pass runs inside"):
+            simulation_of(graph, both, ways=1)
 
     def test_searches_try_it_where_asked_to(self) -> None:
         graph = layers(dropout=0.1)
