@@ -178,17 +178,20 @@ SYSTEMS = (
     ),
     System(
         "CoCoNet (Jangda et al. 2022)",
-        "updates inside collectives, products in pieces beside the collectives of others",
+        "updates and elementwise work inside collectives, products in pieces beside the "
+        "collectives of others",
         names=(
             "sg.Choice.chunks",
             "sg.Choice.streamed",
             "sg.Choice.fused",
+            "sg.Choice.in_sum",
             "sg.Options.chunks",
             "sg.Options.stream",
             "sg.Options.fuse",
+            "sg.Options.in_sums",
         ),
-        lacks="one collective that waits for parts of a product is predicted, not executed; "
-        "residual additions inside sums",
+        lacks="a collective that waits for parts of a product, or computes, is predicted, not "
+        "executed",
     ),
 )
 """In the order of the page."""
