@@ -27,6 +27,8 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.sharding.choice import Choice
 from tests.support.plans import crossed
 
+PLAIN = Options()
+
 
 def situation_of(rng: random.Random) -> Situation:
     batch = rng.choice([8, 12, 24])
@@ -61,12 +63,16 @@ def random_pipeline(here: Situation, schedule: str, rng: random.Random) -> Skele
     return Skeleton(cut_stages(graph, layers, cuts), meshes, parts, schedule)
 
 
-def random_choices(here: Situation, skeleton: Skeleton, rng: random.Random) -> dict[str, Choice]:
+def random_choices(
+    here: Situation, skeleton: Skeleton, rng: random.Random, options: Options = PLAIN
+) -> dict[str, Choice]:
     small = here.graph.microbatch(skeleton.num_microbatches)
 
     def chosen(names: Sequence[str], mesh: DeviceMesh) -> dict[str, Choice]:
         return {
-            name: rng.choice(operator_choices(small, small.operator(name), mesh.shape, (0, 2)))
+            name: rng.choice(
+                operator_choices(small, small.operator(name), mesh.shape, (0, 2), options)
+            )
             for name in names
         }
 
@@ -82,10 +88,11 @@ def random_choices(here: Situation, skeleton: Skeleton, rng: random.Random) -> d
 def test_no_pipeline_is_under_the_bound(seed: int, schedule: str) -> None:
     rng = random.Random(f"{seed} {schedule}")
     here = situation_of(rng)
-    work = PipelineWork(MicrobatchModels(here), Options(), ("none",))
+    options = Options(fuse=seed % 4 == 3, in_sums=seed % 2 == 1)
+    work = PipelineWork(MicrobatchModels(here), options, ("none",))
     for _ in range(6):
         skeleton = random_pipeline(here, schedule, rng)
-        plan = here.plan(skeleton, random_choices(here, skeleton, rng), name="random")
+        plan = here.plan(skeleton, random_choices(here, skeleton, rng, options), name="random")
         bound = work.seconds(skeleton.num_microbatches, 2, fills=traits_of(schedule).fills)
         assert 0 < bound <= here.simulate(plan).step_time * (1 + 1e-9), skeleton
 
