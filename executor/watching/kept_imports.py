@@ -182,7 +182,7 @@ class _Server:
             _ENDING.append(self._process)
 
 
-class _Kept:
+class _KeptServer:
     """What one process keeps for its next run: a fork server, once two runs were alike."""
 
     def __init__(self) -> None:
@@ -250,9 +250,9 @@ _LOCK = threading.RLock()
 _ENDING: list[subprocess.Popen[bytes]] = []
 """Processes that end with their last run."""
 
-_KEPT: dict[int, _Kept] = {}
+_KEPT: dict[int, _KeptServer] = {}
 """What each process keeps, by its number: a fork of one that has run something has its own."""
 
 
-def _kept() -> _Kept:
-    return _KEPT.setdefault(os.getpid(), _Kept())
+def _kept() -> _KeptServer:
+    return _KEPT.setdefault(os.getpid(), _KeptServer())
