@@ -16,14 +16,19 @@ import numpy as np
 
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import Cost, CostModel, Direction, LaunchTimes
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.pipeline.pipeline import pipeline_of
+from stratagem.simulator.pipeline.price_variants import step_variants
+from stratagem.simulator.pipeline.priced_pipeline import Prices, listed_choices, price_pipeline
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.row_memory import RowMemory
-from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_seconds
+from stratagem.simulator.simulation.priced_plan import plan_model, spread_of, step_seconds
 
 STEP = 0.1
 """By which share a group of prices is made dearer, to see how much of a step hangs on it."""
@@ -133,25 +138,38 @@ class StepSlopes:
 
     def of(self, plan: Plan) -> tuple[float, Floats]:
         """Seconds of a step, and seconds more for each group (in order) whose prices double."""
-        model = self._priced(plan, None)
-        for group, error in price_errors(model).items():
-            self.errors[group] = max(self.errors[group], error)
-        step = step_seconds(model)
         unused = {PriceGroup.BETWEEN} if len(plan.nodes) == 1 else set()
-        dearer = [
-            step if group in unused else step_seconds(self._priced(plan, group))
-            for group in PriceGroup
-        ]
-        return step, (np.array(dearer) - step) / STEP
+        groups = [group for group in PriceGroup if group not in unused]
+        plans = [self._erring(plan, group) for group in (None, *groups)]
+        graph = plan.rewrite(self._graph).graph
+        if plan.is_mirrored or plan.token_slices != 1:
+            models = [plan_model(each, graph, own.costs, own.memory) for each, own in plans]
+            tables = [stage.table for stage in models[0].stages]
+            errors = price_errors(tables, models[0].graph, plan.cluster)
+            steps = list(map(step_seconds, models))
+        else:
+            small = graph.microbatch(plan.num_microbatches)
+            choices = listed_choices(small, {name: plan.choice(name) for name in small.names})
+            priced = [
+                price_pipeline(pipeline_of(each), small, choices, own) for each, own in plans
+            ]
+            errors = price_errors(priced[0].tables, small, plan.cluster)
+            steps = [ns * 1e-9 for ns in step_variants(priced)]
+        for group, error in errors.items():
+            self.errors[group] = max(self.errors[group], error)
+        step, *rest = steps
+        dearer = dict.fromkeys(PriceGroup, step) | dict(zip(groups, rest, strict=True))
+        return step, (np.array(list(dearer.values())) - step) / STEP
 
-    def _priced(self, plan: Plan, group: PriceGroup | None) -> PlanModel:
+    def _erring(self, plan: Plan, group: PriceGroup | None) -> tuple[Plan, Prices]:
         factors = {} if group is None else {group: 1.0 + STEP}
         plan, costs = erring(plan, self._costs, factors)
-        graph = plan.rewrite(self._graph).graph
-        return plan_model(plan, graph, costs, self._rows[group])
+        return plan, Prices(costs, self._rows[group])
 
 
-def price_errors(model: PlanModel) -> dict[PriceGroup, float]:
+def price_errors(
+    tables: Iterable[CostTable], graph: OperatorGraph, cluster: Cluster
+) -> dict[PriceGroup, float]:
     """How far each group of prices may be off: one standard deviation, a share of them.
 
     Kernels by what the cost model says of them, weighted by the time that they take; links by what
@@ -160,20 +178,20 @@ def price_errors(model: PlanModel) -> dict[PriceGroup, float]:
     off by as much as clusters are apart.
 
     Example:
-        >>> price_errors(plan_model(plan, graph, costs))[PriceGroup.INSIDE]  # doctest: +SKIP
+        >>> price_errors(priced.tables, graph, cluster)[PriceGroup.INSIDE]  # doctest: +SKIP
         0.05
     """
-    spread = model.spread
+    tables = list(tables)
+    spread = spread_of(tables, cluster)
     found: dict[PriceGroup, list[tuple[float, float]]] = {}
-    for stage in model.stages:
-        for i in stage.table.operators:
-            row = stage.table.row(i)
-            group = _group_of(model.graph.operators[i])
+    for table in tables:
+        for i in table.operators:
+            row = table.row(i)
+            group = _group_of(graph.operators[i])
             told = float(row.passes_ns[0]), float(row.relative_error[0])
             found.setdefault(group, []).append(told)
     rest = _weighted(pair for pairs in found.values() for pair in pairs)
     known = {group: _weighted(found.get(group, ())) for group in _KERNELS}
-    cluster = model.plan.cluster
     for group, link in (
         (PriceGroup.INSIDE, cluster.intra_node),
         (PriceGroup.BETWEEN, cluster.inter_node),

@@ -164,23 +164,32 @@ class PricedPipeline:
         kinds = {*self.macro.kind.tolist(), *self.macro.less.tolist()} - {-1}
         return tuple(sorted(kind for kind in kinds if kind < SEND))
 
-    def durations(self, choice: Ints) -> Ints:
-        """The macro graph's table of durations under a choice per operator, ns."""
+    def block_durations(self, choice: Ints) -> Ints:
+        """What blocks take under a choice per operator, ns, in the macro graph's table.
+
+        Equal stages are played once.
+        """
         found = np.zeros((NUM_KINDS, self.macro.num_items), dtype=np.int64)
+        known: dict[object, int] = {}
         for stage, (table, blocks) in enumerate(zip(self.tables, self.blocks, strict=True)):
             cells = Cells(table.mesh.shape, pinned_axes(table, choice))
             layouts = Layouts(self.builders[stage], table, choice, cells)
+            own = id(blocks.pool_ns), cells, choice[list(table.operators)].tobytes()
             for kind in blocks.kinds:
                 if kind in self.played:
-                    block, last = blocks.of_kind(kind)
-                    on_cells = cell_block(blocks, block, choice, layouts, last=last)
-                    found[kind, stage] = simulate(on_cells.graph).makespan
-        self.fill_crossings(found, choice)
+                    key = own, kind
+                    if key not in known:
+                        block, last = blocks.of_kind(kind)
+                        on_cells = cell_block(blocks, block, choice, layouts, last=last)
+                        known[key] = simulate(on_cells.graph).makespan
+                    found[kind, stage] = known[key]
         return found
 
     def step_ns(self, choice: Ints) -> int:
         """What a step takes under a choice per operator: of a whole pipeline of whole tokens."""
-        return simulate(self.macro.with_durations(self.durations(choice))).makespan
+        durations = self.block_durations(choice)
+        self.fill_crossings(durations, choice)
+        return simulate(self.macro.with_durations(durations)).makespan
 
     def fill_crossings(
         self, durations: Ints, choice: Ints, *, apart: int = 1, shift: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ import numpy as np
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine.event_engine import Times, simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import CostModel, CostSource
 from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pipeline.pipeline import PlannedPipeline, pipeline_of
@@ -155,11 +156,7 @@ class PlanModel:
     @cached_property
     def spread(self) -> float:
         """How far clusters are apart; 0 where its steps or all the plan's operators were timed."""
-        timed = {source.value for source in CostSource if source.is_timed} | {NO_COST}
-        rows = (stage.table.row(i) for stage in self.stages for i in stage.table.operators)
-        if all(timed.issuperset(row.sources) for row in rows):
-            return 0.0
-        return self.plan.cluster.calibration.spread
+        return spread_of([stage.table for stage in self.stages], self.plan.cluster)
 
     @cached_property
     def block_times(self) -> tuple[dict[int, Times], ...]:
@@ -191,6 +188,14 @@ class PlanModel:
     def sent(self) -> tuple[tuple[Edge, BoundaryRow], ...]:
         """The edges between stages; of those that want one tensor in the same way, the first."""
         return self.priced.sent(self.priced.first)
+
+
+def spread_of(tables: Iterable[CostTable], cluster: Cluster) -> float:
+    """How far clusters are apart; 0 where its steps or all operators of a plan were timed."""
+    timed = {source.value for source in CostSource if source.is_timed} | {NO_COST}
+    if all(timed.issuperset(row.sources) for table in tables for row in table.rows):
+        return 0.0
+    return cluster.calibration.spread
 
 
 def plan_model(

@@ -99,13 +99,14 @@ def test_nothing_hangs_on_links_that_nobody_uses() -> None:
 def test_errors_are_those_that_are_stated() -> None:
     graph = small()
     plan = plan_of(graph)
-    model = plan_model(plan, graph, COSTS)
-    assert price_errors(model) == pytest.approx(dict.fromkeys(PriceGroup, 0.15))
-    measured_by_nobody = replace(plan, cluster=replace(plan.cluster, calibration=Calibration()))
-    model = plan_model(measured_by_nobody, graph, COSTS)
-    assert price_errors(model)[PriceGroup.INSIDE] == pytest.approx(math.hypot(0.15, 0.25))
+    tables = [stage.table for stage in plan_model(plan, graph, COSTS).stages]
+    errors = price_errors(tables, graph, plan.cluster)
+    assert errors == pytest.approx(dict.fromkeys(PriceGroup, 0.15))
+    measured_by_nobody = replace(plan.cluster, calibration=Calibration())
+    errors = price_errors(tables, graph, measured_by_nobody)
+    assert errors[PriceGroup.INSIDE] == pytest.approx(math.hypot(0.15, 0.25))
     said = replace(plan.cluster, intra_node=replace(plan.cluster.intra_node, relative_error=0.4))
-    errors = price_errors(plan_model(replace(plan, cluster=said), graph, COSTS))
+    errors = price_errors(tables, graph, said)
     assert [round(errors[group], 6) for group in LINKS] == [0.4, 0.15]
 
 

@@ -10,12 +10,19 @@ import pytest
 
 from stratagem.searcher.problem.priced_skeleton import make_problem
 from stratagem.searcher.problem.replayed_plan import ReplayedPlan
+from stratagem.searcher.robustness.erring_prices import PriceGroup, erring
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.placement import REPLICATE, Pin
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pipeline.pipeline import pipeline_of
-from stratagem.simulator.pipeline.priced_pipeline import Prices, price_pipeline
+from stratagem.simulator.pipeline.price_variants import step_variants
+from stratagem.simulator.pipeline.priced_pipeline import (
+    PricedPipeline,
+    Prices,
+    listed_choices,
+    price_pipeline,
+)
 from stratagem.simulator.plan.plan import CUSTOM, Stage
 from stratagem.simulator.schedules.work_kinds import TIE
 from stratagem.simulator.sharding.choice import Choice
@@ -59,6 +66,38 @@ def test_a_choice_of_many_costs_what_it_costs_alone(name: str, seed: int, *, own
         )
         alone = simulate_plan(replace(plan, stages=stages), graph, cells.COSTS)
         assert priced.step_ns(number) * 1e-9 == alone.step_time
+
+
+@pytest.mark.parametrize(("name", "seed"), crossed(["gpt", "shared", "mlp"], range(8), every=2))
+def test_a_step_under_each_of_several_prices_is_what_it_is_alone(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are laid out once for all prices: to the nanosecond, and without laying out more."""
+    rng = random.Random(seed)
+    plan = cells.random_plan(name, rng, pins=0.5 if seed % 2 else 0.0, blocking=seed == 2)
+    graph = cells.model_graph(name)
+    small = graph.microbatch(plan.num_microbatches)
+    choices = listed_choices(small, {each: plan.choice(each) for each in small.names})
+    factors = [{}, *({group: rng.uniform(0.5, 2.0)} for group in PriceGroup)]
+    plans = [erring(plan, cells.COSTS, each) for each in factors]
+    alone = [simulate_plan(each, graph, costs).step_time for each, costs in plans]
+    priced = [
+        price_pipeline(pipeline_of(each), small, choices, Prices(costs)) for each, costs in plans
+    ]
+    monkeypatch.delattr(PricedPipeline, "step_ns")
+    assert [ns * 1e-9 for ns in step_variants(priced)] == alone
+
+
+def test_prices_that_make_other_tasks_are_played_one_by_one() -> None:
+    """What a plan recomputes is a task more."""
+    plan = cells.random_plan("mlp", random.Random(0))
+    graph = cells.model_graph("mlp")
+    small = graph.microbatch(plan.num_microbatches)
+    choices = listed_choices(small, {each: plan.choice(each) for each in small.names})
+    other = [(replace(c, recompute=not c.recompute),) for (c,) in choices]
+    prices = Prices(cells.COSTS)
+    priced = [price_pipeline(pipeline_of(plan), small, c, prices) for c in (choices, other)]
+    assert step_variants(priced) == [each.step_ns(each.first) for each in priced]
 
 
 def test_a_parameter_that_an_operator_uses_twice_is_tied_twice() -> None:
