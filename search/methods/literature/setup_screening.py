@@ -115,7 +115,7 @@ def screen(
     """
     if max_simulated < 1:
         raise ValueError(f"screen: max_simulated is {max_simulated}; it must be at least 1")
-    rates = Rates(situation)
+    rates = situation.derive(Rates)
     outlooks: list[Outlook] = []
     dropped: list[Dropped] = []
     for setup in setups:
@@ -162,7 +162,7 @@ class _Layers:
 
 @dataclass(eq=False)
 class Rates:
-    """Bounds and estimates of training setups of one situation."""
+    """Bounds and estimates of training setups of one situation; families share their layers."""
 
     situation: Situation
     _layers: dict[tuple[object, ...], _Layers] = field(default_factory=dict)
@@ -218,7 +218,10 @@ class Rates:
         graph = self.situation.graph
         alone = graph.batch // setup.microbatch in graph.microbatch_counts
         ways = data if setup.expert > 1 or not alone else 1
-        key = ways, _within_stages(setup)
+        setup = _within_stages(setup)
+        if ways == setup.tensor == 1:  # One device shards nothing; tensor-parallel ones do.
+            setup = replace(setup, zero=0)
+        key = ways, setup
         if key not in self._layers:
             self._layers[key] = self._price(setup, ways)
         return self._layers[key]
@@ -261,7 +264,7 @@ class Rates:
         """The choices of a setup without recompute; microbatches of any size have the same."""
         key = (
             shape,
-            replace(_within_stages(setup), microbatch=1, recompute="none", inputs_first=False),
+            replace(setup, microbatch=1, recompute="none", inputs_first=False),
         )
         if key not in self._strategies:
             self._strategies[key] = replace(setup, recompute="none").strategy(graph, shape)
