@@ -135,6 +135,16 @@ class AnnealingChain:
         )
         self.done += count
 
+    def finish(self, check: Callable[[], None]) -> None:
+        """Decide all proposals that are left.
+
+        Args:
+            check: asked now and then; what it raises ends the chain where it is.
+        """
+        while self.done < self.total:
+            check()
+            self.advance(ASKED)
+
     def score(self) -> float:
         """The score of the present choices, from scratch."""
         p = self.problem

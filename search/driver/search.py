@@ -443,7 +443,7 @@ def _search_graph(
         trace=tuple(run.trace),
         notes={
             **run.notes,
-            **_of_baselines(run),
+            **_of_baselines(run, baselines),
             **not_tried(unasked),
             **sums_not_tried(named.plan, graph, run.space.options),
             **_batch_note(graph),
@@ -456,9 +456,12 @@ def _search_graph(
     )
 
 
-def _of_baselines(run: SearchCourse) -> dict[str, str]:
+def _of_baselines(run: SearchCourse, asked: Sequence[str]) -> dict[str, str]:
     """Methods that are no baselines, and baselines faster than all that was to be found."""
-    left_out = run.known_strategies.left_out
+    left_out = {
+        **{name: "the search ended before" for name in asked if name not in run.baselines},
+        **run.known_strategies.left_out,
+    }
     notes = {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
     for name, known in run.baselines.items():
         is_faster = known.fits and known.step_time < run.incumbent.time

@@ -107,6 +107,7 @@ class IntraProgram:
         max_parts: int | None = None,
         max_regions: int | None = None,
         tolerance: float = 1e-6,
+        seconds: float | None = None,
     ) -> IlpSolution:
         """Choose for all operators, or for those of a `window` beside choices that are `fixed`.
 
@@ -121,6 +122,7 @@ class IntraProgram:
             max_parts, max_regions: limits of the branch and bound, and of the search for better
                 solutions (see `ilp.solve`).
             tolerance: relative gap that is good enough.
+            seconds: that it may take; as many as it takes when left out.
 
         Returns:
             The solution; its choices are numbers in `problem.choices` of all operators.
@@ -145,6 +147,7 @@ class IntraProgram:
         instance = Instance(costs, tuple(edges), uses, devices, names)
         found = solve(
             instance,
+            seconds=seconds,
             tolerance=tolerance,
             max_parts=max_parts,
             max_regions=max_regions,

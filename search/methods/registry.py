@@ -20,6 +20,7 @@ from stratagem.searcher.methods.literature import LITERATURE, one_stage_plan
 from stratagem.searcher.methods.simple_strategies import pipeline_plans, simulate_family
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.situation import Method, Situation, rank
 from stratagem.searcher.space.skeletons import Options, Skeleton, stage_meshes
@@ -55,15 +56,21 @@ def _optcnn(situation: Situation) -> Iterator[Plan]:
     It knows neither memory nor overlap, nor several microbatches or stages.
     """
     for problem in _one_stage(situation, (0,)):
-        choice = _least_sum(problem)
+        choice = _least_sum(problem, situation.clock)
         if choice is not None:
             yield _plan("OptCNN", situation, problem, choice)
 
 
-def _least_sum(problem: Problem) -> Ints | None:
-    """The choices whose computing, conversions and syncs are the least together."""
+def _least_sum(problem: Problem, clock: SearchClock) -> Ints | None:
+    """The choices whose computing, conversions and syncs are the least together.
+
+    Raises:
+        OutOfTimeError: that could not be proved in time.
+    """
     program = IntraProgram(problem)
-    return program.solve(program.sum_weights(), tolerance=1e-6).choice
+    solution = program.solve(program.sum_weights(), tolerance=1e-6, seconds=clock.seconds_left)
+    clock.check()
+    return solution.choice
 
 
 def _alpa(situation: Situation) -> Iterator[Plan]:
@@ -82,8 +89,13 @@ def _alpa(situation: Situation) -> Iterator[Plan]:
         )
         program = IntraProgram(problem)
         solution = program.solve(
-            program.sum_weights(), memory=True, tolerance=1e-3, max_parts=MOST_PARTS
+            program.sum_weights(),
+            memory=True,
+            tolerance=1e-3,
+            max_parts=MOST_PARTS,
+            seconds=situation.clock.seconds_left,
         )
+        situation.clock.check()
         if solution.choice is not None:
             plan = _plan("Alpa", situation, problem, solution.choice)
             if situation.simulate(plan).fits:
@@ -101,7 +113,7 @@ def _flexflow(situation: Situation) -> Iterator[Plan]:
     for number, problem in enumerate(_one_stage(situation, (0,))):
         shape = problem.skeleton.meshes[0].shape
         rng = np.random.default_rng(number)
-        solved = _least_sum(problem)
+        solved = _least_sum(problem, situation.clock)
         starts = [
             problem.encode(data_parallel(problem.graph, shape)),
             rng.integers(0, [len(c) for c in problem.choices]),
@@ -109,7 +121,7 @@ def _flexflow(situation: Situation) -> Iterator[Plan]:
         ]
         for start in starts:
             chain = AnnealingChain(problem, start, FLEXFLOW_EVALUATIONS, number)
-            chain.advance(FLEXFLOW_EVALUATIONS)
+            chain.finish(situation.clock.check)
             plan = _plan("FlexFlow", situation, problem, chain.best)
             found.append(situation.simulate(plan))
             yield plan
@@ -205,7 +217,7 @@ def _unity(situation: Situation) -> Iterator[Plan]:
         skeleton = Skeleton((stage.operators,), (stage.mesh,), 1, "1f1b")
         problem = _problem(here, skeleton, (0, 2, 3))
         chain = AnnealingChain(problem, problem.encode(stage.choices), FLEXFLOW_EVALUATIONS, 0)
-        chain.advance(FLEXFLOW_EVALUATIONS)
+        chain.finish(situation.clock.check)
         yield replace(_plan("Unity", here, problem, chain.best), substitutions=steps)
 
 

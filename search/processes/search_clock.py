@@ -51,6 +51,16 @@ class SearchClock:
         """Whether looks at many things are to be brief by now."""
         return time.monotonic() > self.brief
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until `until`, 0 behind it; None where nothing ends what asks.
+
+        Example:
+            >>> SearchClock().seconds_left, SearchClock(until=0.0).seconds_left
+            (None, 0.0)
+        """
+        return None if self.until == inf else max(0.0, self.until - time.monotonic())
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Let what is done inside take as long as it does."""

@@ -238,8 +238,10 @@ class Plan(SavedValue):
         Raises:
             ValueError: a substitution does not fit `graph`.
         """
+        if self.fingerprint == graph.fingerprint:
+            return Rewritten(graph)
         split = split_images(graph)
-        for known in (graph, split, local_statistics(graph), local_statistics(split)):
+        for known in (split, local_statistics(graph), local_statistics(split)):
             if known.fingerprint == self.fingerprint:
                 return Rewritten(known)
         if not self.substitutions:
