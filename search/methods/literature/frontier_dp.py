@@ -10,7 +10,7 @@ long and narrow, so it stays small: a residual stream, the operator at hand, a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,3 +67,41 @@ def least_sum(
     for item, others, best in reversed(closed):
         chosen[item] = int(best[tuple(chosen[other] for other in others)])
     return chosen, float(table)
+
+
+def tied_costs(
+    costs: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    tied: Iterable[Sequence[int]],
+) -> tuple[list[Floats], dict[tuple[int, int], Floats], list[int]]:
+    """The same sum over fewer items, where those of a group are to have the same option.
+
+    Example:
+        >>> costs, pairs = [np.array([1.0, 0.0])] * 3, {(0, 1): np.eye(2), (1, 2): np.eye(2)}
+        >>> own, between, item_of = tied_costs(costs, pairs, [(0, 2)])
+        >>> own[0], between[0, 1][0], item_of
+        (array([2., 0.]), array([2., 0.]), [0, 1, 0])
+
+    Args:
+        costs, pairs: as `least_sum` takes them.
+        tied: groups of items with equally many options, none in two of them.
+
+    Returns:
+        Costs and pairs of the new items, and per old item the number of the new one.
+    """
+    first = {item: min(group) for group in tied for item in group}
+    roots = [first.get(item, item) for item in range(len(costs))]
+    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
+    item_of = [numbers[root] for root in roots]
+    own = [np.zeros_like(costs[root]) for root in numbers]
+    for item, cost in zip(item_of, costs, strict=True):
+        own[item] = own[item] + cost
+    between: dict[tuple[int, int], Floats] = {}
+    for (one, other), matrix in pairs.items():
+        a, b = item_of[one], item_of[other]
+        if a == b:
+            own[a] = own[a] + matrix.diagonal()
+            continue
+        key, turned = ((a, b), matrix) if a < b else ((b, a), matrix.T)
+        between[key] = between[key] + turned if key in between else turned
+    return own, between, item_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stratagem.searcher.methods.literature.frontier_dp import least_sum
+from stratagem.searcher.methods.literature.frontier_dp import least_sum, tied_costs
 from stratagem.searcher.space.choices import Choices
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -34,6 +34,7 @@ from stratagem.simulator.graph.placement import (
     weight_gradient_placements,
     weight_placements,
 )
+from stratagem.simulator.graph.unrolled_steps import equal_steps
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
@@ -60,9 +61,10 @@ def tofu(
     """Cut every operator along one dim per axis of `shape`, outermost axis first.
 
     Each level is solved exactly, the recursion is greedy, as in the paper. The paper first merges
-    elementwise chains and forward with backward operators, so that its dynamic programming stays
-    small; our graph has neither backward operators nor views, so it is solved as it is. An
-    operator none of whose dims can be cut is replicated. Bytes, not seconds, are minimised, so
+    elementwise chains, forward with backward operators, and the steps of unrolled recurrent
+    layers, so that its dynamic programming stays small. Our graph has neither backward operators
+    nor views; equal steps (see `equal_steps`) are cut alike here, too. An operator none of whose
+    dims can be cut is replicated. Bytes, not seconds, are minimised, so
     links do not count; put the slowest axis first, where the fewest bytes go.
 
     Example: with a large batch and small weights the samples are cut.
@@ -77,13 +79,15 @@ def tofu(
     spend = training or Training()
     placed: dict[str, tuple[Placement, ...]] = {op.name: () for op in graph.operators}
     level_bytes: list[float] = []
+    steps = equal_steps(graph)
     for axis, ways in enumerate(shape):
         level = _Level(graph, _remaining(graph, placed, shape[:axis]), ways, spend)
         options = [_options(op, placed[op.name], shape[: axis + 1]) for op in graph.operators]
-        chosen, total = least_sum(*level.costs(options))
+        own, pairs, item_of = tied_costs(*level.costs(options), steps)
+        chosen, total = least_sum(own, pairs)
         level_bytes.append(total)
-        for operator, found, k in zip(graph.operators, options, chosen, strict=True):
-            placed[operator.name] += (found[k],)
+        for operator, found, item in zip(graph.operators, options, item_of, strict=True):
+            placed[operator.name] += (found[chosen[item]],)
     choices = {op.name: _choice(graph, op, placed[op.name]) for op in graph.operators}
     return TofuResult(choices, tuple(level_bytes))
 
@@ -220,7 +224,8 @@ class _Level:
     ) -> Floats:
         producer, consumer = self.operators[edge.producer], self.operators[edge.consumer]
         made, read = producer.outputs[edge.output], consumer.inputs[edge.slot]
-        size = math.prod(factor_sizes(made.layout, producer.sizes))
+        whole = math.prod(factor_sizes(made.layout, producer.sizes))
+        size = math.prod(factor_sizes(read.layout, consumer.sizes)) if read.select else whole
         nbytes = size * self.training.bytes_of(made.dtype)
         flows = self.graph.edge_needs_gradient(edge)
         found = np.zeros((len(ours), len(theirs)))

@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.searcher.methods.literature import frontier_dp, one_stage_plan, recursive_mesh, tofu
-from stratagem.searcher.methods.literature.frontier_dp import least_sum
+from stratagem.searcher.methods.literature import (
+    LITERATURE,
+    frontier_dp,
+    one_stage_plan,
+    recursive_mesh,
+    tofu,
+)
+from stratagem.searcher.methods.literature.frontier_dp import least_sum, tied_costs
 from stratagem.searcher.methods.literature.tofu import _Level, _options, moved_bytes
 from stratagem.searcher.space.situation import Situation
-from stratagem.simulator.graph.models import gpt, mlp, moe, resnet
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
+from stratagem.simulator.graph.models import gpt, mlp, moe, nmt, resnet
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
     PARTIAL,
     REPLICATE,
@@ -23,6 +31,7 @@ from stratagem.simulator.graph.placement import (
     check_config,
     weight_gradient_placements,
 )
+from stratagem.simulator.graph.unrolled_steps import equal_steps
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
@@ -59,6 +68,98 @@ def test_the_frontier_finds_the_least_sum_of_any_graph(data: st.DataObject) -> N
     found, least = least_sum(costs, pairs)
     assert least == min(map(total, itertools.product(*(range(n) for n in sizes))))
     assert total(tuple(found)) == least
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(data=st.data())
+def test_tied_items_are_the_least_of_all_that_choose_alike(data: st.DataObject) -> None:
+    """And so never better than free ones, and as good where the best of these choose alike."""
+    groups = data.draw(st.integers(1, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    of = rng.integers(0, groups, data.draw(st.integers(1, 6)))
+    sizes = rng.integers(1, 4, groups)[of]
+    costs = [rng.integers(0, 10, n).astype(float) for n in sizes]
+    pairs = {
+        (a, b): rng.integers(0, 10, (sizes[a], sizes[b])).astype(float)
+        for a, b in itertools.combinations(range(len(of)), 2)
+        if rng.random() < 0.6
+    }
+    tied = [tuple(np.flatnonzero(of == group)) for group in range(groups)]
+    own, between, item_of = tied_costs(costs, pairs, [group for group in tied if len(group) > 1])
+    found, least = least_sum(own, between)
+
+    def total(chosen: tuple[int, ...]) -> float:
+        return sum(c[k] for c, k in zip(costs, chosen, strict=True)) + sum(
+            table[chosen[a], chosen[b]] for (a, b), table in pairs.items()
+        )
+
+    free = {chosen: total(chosen) for chosen in itertools.product(*(range(n) for n in sizes))}
+    alike = {c: t for c, t in free.items() if all(len({c[i] for i in g}) <= 1 for g in tied)}
+    assert least == min(alike.values()) >= min(free.values())
+    assert total(tuple(found[item] for item in item_of)) == least
+    if min(free, key=lambda chosen: free[chosen]) in alike:
+        assert least == min(free.values())
+
+
+def unrolled(steps: int, hidden: int, batch: int) -> OperatorGraph:
+    """h ← tanh(W·h + U·x), W of all steps one parameter, and the mean square of the last h."""
+    b = GraphBuilder("unrolled")
+    state = b.linear(b.input("x", (batch, hidden)), b.parameter("u", (hidden, hidden)))
+    weight = b.parameter("w", (hidden, hidden))
+    for _ in range(steps):
+        again = b.linear(state, weight)
+        state = b.elementwise([again], [["tanh", [["in", 0]]]])
+    labels = b.input("labels", (batch,), "int64")
+    return b.build(b.cross_entropy(state, labels))
+
+
+@pytest.mark.parametrize("batch", [2, 64, 4096])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_equal_steps_are_the_least_of_all_plans_that_cut_them_alike(
+    steps: int, batch: int
+) -> None:
+    graph, ways = unrolled(steps, 64, batch), 2
+    level = _Level(graph, list(graph.operators), ways, Training())
+    options = [_options(operator, (), (ways,)) for operator in graph.operators]
+    own, pairs = level.costs(options)
+    groups = equal_steps(graph)
+    assert len(groups) == (2 if steps > 1 else 0)
+    assert all(len(group) == steps for group in groups)
+    free = {
+        chosen: sum(c[k] for c, k in zip(own, chosen, strict=True))
+        + sum(table[chosen[a], chosen[b]] for (a, b), table in pairs.items())
+        for chosen in itertools.product(*(range(len(found)) for found in options))
+    }
+    alike = {c: t for c, t in free.items() if all(len({c[i] for i in g}) == 1 for g in groups)}
+    result = tofu(graph, (ways,))
+    (total,) = result.level_bytes
+    assert total == min(alike.values())
+    assert total >= min(free.values())
+    if min(free.values()) == min(alike.values()):
+        assert total == min(free.values())
+    for group in groups:
+        assert len({result.choices[graph.names[i]] for i in group}) == 1
+
+
+def test_a_translator_unrolled_is_cut() -> None:
+    """It was not: at item 58 of 657 there were 15,728,640 combinations of 19 items."""
+    graph = nmt(batch=64)
+    cluster = Cluster.preset("p3.16xlarge", num_nodes=2)
+    (plan,) = LITERATURE["Tofu"](Situation(graph, cluster, Training(), RooflineCosts()))
+    assert plan.stages[0].choices.keys() == set(graph.names)
+    for group in equal_steps(graph):
+        assert len({plan.choice(graph.names[i]) for i in group}) == 1
+
+
+def test_a_part_of_a_tensor_is_moved_as_a_part() -> None:
+    """Of a product of 8 steps that is cut by features, a step gathers its own; whole ones were."""
+    graph = nmt(num_layers=1, hidden=8, vocabulary=16, sequence=8, batch=4)
+    level = _Level(graph, list(graph.operators), 2, Training())
+    consumer = graph.index["encoder.0.step3.gates"]
+    edge = next(e for e in graph.reads[consumer] if graph.names[e.producer] == "encoder.0.input")
+    moved = level._edge_bytes(edge, [Shard("feature")], [Shard("sample")])
+    step = 4 * 4 * 8 * 4  # samples, gates, features and bytes of a number
+    assert moved.tolist() == [[2 * step / 2]]  # a value and a gradient, half of which is there
 
 
 def test_a_graph_that_is_too_wide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
