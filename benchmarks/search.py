@@ -206,7 +206,7 @@ def peak_bytes() -> int:
 def told(result: SearchResult) -> dict[str, object]:
     """What a result says of a case."""
     step, baselines = result.simulation.step_time, result.baselines
-    fitting = [each.step_time for each in baselines.values() if each.fits]
+    fitting = [each.step_time for each in result.alike.values()]
     copies = [baselines[name].step_time for name in DATA_PARALLEL if name in baselines]
     return {
         "seconds": round(result.seconds, 1),
@@ -217,7 +217,7 @@ def told(result: SearchResult) -> dict[str, object]:
         "gap": None if result.gap is None else round(result.gap, 4),
         "data_parallel": round(min(copies) / step, 3) if copies else None,
         "best_baseline": round(min(fitting) / step, 3) if fitting else None,
-        "baselines_ms": {name: _ms(each.step_time) for name, each in baselines.items()},
+        "baselines_ms": {name: _ms(each.compared_time) for name, each in baselines.items()},
         "unfit": [name for name, each in baselines.items() if not each.fits],
         "plan": in_words(result),
         "stop": result.stop_reason.value,

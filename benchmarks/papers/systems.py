@@ -122,7 +122,8 @@ SYSTEMS = (
         methods=("PipeDream", "PipeDream asynchronous"),
         schedules=("pipedream", "pipedream-vertical"),
         names=("sg.compare_schedules",),
-        lacks="a plan drains at the end of its step",
+        lacks="runs drain at the end of a step (compared is the pace of a stream that does not); "
+        "stages of the least pace",
     ),
     System(
         "DAPPLE (Fan et al. 2021)",

@@ -120,7 +120,7 @@ def reference_of(plan: Plan, planned: OperatorGraph) -> Reference:
         ValueError: when weights are updated amid the plan's step; when batch norms with local
             statistics share them over several numbers of devices, or the model has dropout too.
     """
-    if plan.make_schedule().update_every is not None:
+    if plan.is_asynchronous:
         raise ValueError(
             f"plan {plan.name!r} has schedule {plan.schedule!r}, whose gradients are of several "
             "versions of the weights, and one process has but one: compare the plan under 1f1b"

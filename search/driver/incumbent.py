@@ -70,7 +70,7 @@ class Incumbent:
 
         No bound is about others: they may be faster than any plan of the space.
         """
-        return plan.make_schedule().update_every is None and not self.lacks(plan)
+        return not plan.is_asynchronous and not self.lacks(plan)
 
     def lacks(self, plan: Plan) -> list[str]:
         """The options that would allow what a plan does and these do not, as one gives them."""

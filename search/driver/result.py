@@ -57,6 +57,12 @@ MOSTLY = 0.5
 NAMED = 3
 """Known strategies that are named where predictions do not tell them apart."""
 
+OTHERWISE = (
+    "trained in another way, updated amid a step by gradients of older weights, so that it is no "
+    "plan of the search"
+)
+"""What is said of a pipeline that never drains."""
+
 FITTING = ("yes", "without headroom", "no")
 """What tables say of plans: they fit, or would if nothing had to stay free, or do not."""
 
@@ -198,9 +204,12 @@ class SearchResult(SavedValue):
 
     @property
     def rows(self) -> list[tuple[str, float, int, bool]]:
-        """(name, step seconds, peak bytes per device, fits): the plan, then the baselines."""
+        """(name, step seconds, peak bytes per device, fits): the plan, then the baselines.
+
+        Seconds are those by which plans are compared (see `Simulation.compared_time`).
+        """
         found = self.strategies
-        return [(name, s.step_time, s.peak_memory, self.fits(s)) for name, s in found.items()]
+        return [(name, s.compared_time, s.peak_memory, self.fits(s)) for name, s in found.items()]
 
     @property
     def strategies(self) -> dict[str, Simulation]:
@@ -210,9 +219,22 @@ class SearchResult(SavedValue):
 
     @property
     def compared(self) -> dict[str, Plan]:
-        """The plan found, the fastest where that is another one, and the baselines that fit."""
+        """The plan found, the fastest where that is another one, and the baselines that fit.
+
+        Without those that train in another way.
+        """
         found = self.strategies
-        return {name: s.plan for name, s in found.items() if name == FOUND or self.fits(s)}
+        return {
+            name: s.plan
+            for name, s in found.items()
+            if name == FOUND or (self.fits(s) and not s.plan.is_asynchronous)
+        }
+
+    @property
+    def alike(self) -> dict[str, Simulation]:
+        """The baselines that fit and train as the plan does: with one update a step."""
+        known = self.baselines.items()
+        return {n: s for n, s in known if self.fits(s) and not s.plan.is_asynchronous}
 
     def fits(self, simulation: Simulation) -> bool:
         """Whether a plan leaves the headroom of the search free."""
@@ -345,7 +367,9 @@ class SearchResult(SavedValue):
 
         Where errors of prices were drawn it is said in which share of the draws each plan is the
         best, and what it loses at worst. Of setups that share experts out it is said how many ways
-        (see `with_experts`).
+        (see `with_experts`). Where a pipeline that never drains is among them, a column says of
+        which the time is that of a step, and of which that of periods, and the note that it trains
+        in another way.
         """
         columns = {
             "strategy": Unit.TEXT,
@@ -357,22 +381,34 @@ class SearchResult(SavedValue):
         sure = {} if self.robustness is None else self.robustness.by_plan
         if sure:
             columns |= {"best in": Unit.SHARE, "lost at worst": Unit.SHARE}
+        streams = self._of_streams
+        if streams:
+            columns |= {"timed as": Unit.TEXT}
         ours = self.simulation.step_time
         rows: list[tuple[Any, ...]] = []
         for name, s in self.strategies.items():
             told = (self.fitting(s), *(sure.get(name, (None, None)) if sure else ()))
-            times = s.step_time, s.step_time / ours - 1.0
-            rows.append((with_experts(name, s.plan), *times, s.peak_memory, *told))
+            times = s.compared_time, s.compared_time / ours - 1.0
+            timed = (s.timed_as,) if streams else ()
+            rows.append((with_experts(name, s.plan), *times, s.peak_memory, *told, *timed))
         found, *known = rows
         known.sort(key=lambda row: (FITTING.index(row[4]), row[1]))
         title = f"{self.graph.name} on {self.plan.cluster.name}"
-        note = "" if self.robustness is None else self.robustness.note
-        return Table(title, columns, (found, *known), note)
+        notes = [] if self.robustness is None else [self.robustness.note]
+        notes += [streams] if streams else []
+        return Table(title, columns, (found, *known), " ".join(notes))
+
+    @property
+    def _of_streams(self) -> str:
+        """What is to be said of baselines that never drain, if there are any."""
+        streams = [name for name, s in self.baselines.items() if s.plan.is_asynchronous]
+        return f"{' and '.join(streams)}: {OTHERWISE}." if streams else ""
 
     @property
     def curve(self) -> str:
         """A picture of how the best step fell, from that of the known strategies on, as HTML."""
-        start = min((s.step_time for s in self.baselines.values() if s.fits), default=math.inf)
+        alike = (s for s in self.baselines.values() if s.fits and not s.plan.is_asynchronous)
+        start = min((s.step_time for s in alike), default=math.inf)
         if start < (self.fastest or self.simulation).step_time:
             start = math.inf  # of a strategy that the constraints do not allow
         points, before = [(0, start)], 0
@@ -426,7 +462,8 @@ class SearchResult(SavedValue):
         near = [
             name
             for name, each in self.baselines.items()
-            if each.fits and 0 < abs(each.step_time / plan.step_time - 1) < apart
+            if each.fits and not each.plan.is_asynchronous
+            if 0 < abs(each.step_time / plan.step_time - 1) < apart
         ]
         if not near:
             return ""
@@ -462,7 +499,7 @@ class SearchResult(SavedValue):
         return f"<SearchResult of {self.graph.name!r}: {self.simulation.in_words}>"
 
     def __str__(self) -> str:
-        return f"{self.table}\n{self._words}"
+        return f"{self.table}\n{f'{self._words} {self._of_streams}'.rstrip()}"
 
     def _repr_html_(self) -> str:
         return f"{self.table._repr_html_()}<p>{html.escape(self._words)}</p>{self.curve}"

@@ -167,7 +167,7 @@ def _pipelines(known: Iterable[Simulation]) -> list[Simulation]:
             and simulation.fits
             and not plan.substitutions
             and not plan.has_pins
-            and plan.make_schedule().update_every is None
+            and not plan.is_asynchronous
         ):
             alike = best.setdefault(plan.num_ranks, [])
             if len(alike) < OF_EACH and all(plan.stages != each.plan.stages for each in alike):

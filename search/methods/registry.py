@@ -149,12 +149,22 @@ def _pipedream_stashing(situation: Situation) -> Iterator[Plan]:
     """The same pipelines under PipeDream's own schedule, as far as it can run them.
 
     They make an update a microbatch, so they are shown beside the others, and no search takes one
-    for its result.
+    for its result. They never drain, so a microbatch is enough to keep them full, and gradients
+    are summed less often: all numbers of microbatches are tried up to that of 1F1B.
     """
-    for plan in () if situation.graph.is_forward else _pipedream(situation):
-        own = replace(plan, name="PipeDream asynchronous", schedule="pipedream")
-        if len(own.stages) > 1 and _can_stash(own, situation.graph):
-            yield own
+    graph = situation.graph
+    for plan in () if graph.is_forward else _pipedream(situation):
+        if len(plan.stages) == 1:
+            continue
+        for parts in sorted(n for n in graph.microbatch_counts if n <= plan.num_microbatches):
+            own = replace(
+                plan,
+                name="PipeDream asynchronous",
+                schedule="pipedream",
+                num_microbatches=parts,
+            )
+            if _can_stash(own, graph):
+                yield own
 
 
 def _can_stash(plan: Plan, graph: OperatorGraph) -> bool:

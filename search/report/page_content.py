@@ -68,7 +68,7 @@ def page_content(result: SearchResult, changes: Table, version: str) -> dict[str
 
 
 def _summary(result: SearchResult) -> str:
-    fits = {name: s for name, s in result.baselines.items() if result.fits(s)}
+    fits = result.alike
     ours = result.simulation.step_time
     if not result.simulation.fits:
         return "No plan that fits was found; this one comes closest."

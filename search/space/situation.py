@@ -157,9 +157,12 @@ def as_forward(plan: Plan, graph: OperatorGraph) -> Plan:
 
 
 def rank(simulation: Simulation) -> tuple[float, float]:
-    """Sorts plans: those that fit by time, then the others by how far they are over."""
+    """Sorts plans: those that fit by time, then the others by how far they are over.
+
+    Pipelines that never drain by their pace (see `Simulation.compared_time`).
+    """
     over = max(stage.peak / stage.capacity for stage in simulation.memory)
-    return (0.0, simulation.step_time) if simulation.fits else (over, simulation.step_time)
+    return 0.0 if simulation.fits else over, simulation.compared_time
 
 
 def is_better(one: Simulation, other: Simulation) -> bool:

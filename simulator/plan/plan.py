@@ -128,6 +128,11 @@ class Plan(SavedValue):
         """Whether stages have a second home each, in a pipeline the other way round (Chimera)."""
         return self._made_schedule.is_mirrored
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages are updated amid the step, by gradients of older weights (PipeDream)."""
+        return self._made_schedule.update_every is not None
+
     def mirrored(self) -> Plan:
         """The pipeline the other way round: each stage on the mesh of its mirror image."""
         meshes = [stage.mesh for stage in reversed(self.stages)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -41,8 +42,21 @@ from stratagem.simulator.schedules.macro_graph import (
     check_priced,
     macro_graph,
 )
-from stratagem.simulator.schedules.named_schedules import one_f_one_b, unfolded
-from stratagem.simulator.schedules.work_kinds import NUM_KINDS, REPLICA_SYNC, REPLICA_UPDATE
+from stratagem.simulator.schedules.named_schedules import one_f_one_b, record_of, unfolded
+from stratagem.simulator.schedules.schedule_player import StageTimes
+from stratagem.simulator.schedules.schedule_record import Sizes
+from stratagem.simulator.schedules.steady_state import steady_state
+from stratagem.simulator.schedules.weight_versions import stashing_actions
+from stratagem.simulator.schedules.work_kinds import (
+    BACKWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    NUM_KINDS,
+    REPLICA_SYNC,
+    REPLICA_UPDATE,
+    SEND,
+    SEND_BACK,
+)
 from stratagem.simulator.simulation.device_memory import StageTensors
 from stratagem.simulator.stage.cell_layouts import Cells, Layouts
 from stratagem.simulator.stage.device_cells import CellBlock, cell_block, pinned_axes
@@ -337,3 +351,70 @@ def step_times(model: PlanModel) -> Times:
 def step_seconds(model: PlanModel) -> float:
     """What a step takes."""
     return step_times(model).makespan * 1e-9
+
+
+def period_seconds(model: PlanModel) -> float | None:
+    """Seconds from one microbatch to the next where a plan goes on without end.
+
+    None where it cannot, as every step ends in an update of all weights.
+    """
+    schedule = model.macro.schedule
+    if schedule.update_every is None:
+        return None
+    stages = len(model.plan.stages)
+    made = record_of(model.plan.schedule).made(
+        Sizes(stages, settled_microbatches(stages), schedule.num_ranks)
+    )
+    if made is None:
+        return None
+    return float(steady_state(made, streamed_times(model, made)).period) * 1e-9
+
+
+def periods_in_words(num_microbatches: int) -> str:
+    """What the time of a step is said to be where its pipeline never drains.
+
+    Example:
+        >>> periods_in_words(1), periods_in_words(8)
+        ('1 period', '8 periods')
+    """
+    return f"{num_microbatches} period{'s' * (num_microbatches != 1)}"
+
+
+def settled_microbatches(num_stages: int) -> int:
+    """So many that the pace of a schedule shows in the middle of them."""
+    return max(8 * num_stages, 32)
+
+
+def streamed_times(model: PlanModel, schedule: Schedule) -> StageTimes:
+    """What a microbatch amid a stream takes in the stages of a plan that updates behind each, ns.
+
+    Syncs, updates and copies of weights are in the backward passes, as they are in the plan's own
+    blocks; transfers count for the slower direction.
+
+    Args:
+        model: of a plan with such a schedule.
+        schedule: the same with so many microbatches that it settles.
+    """
+    durations = macro_durations(model)
+    copied = stashing_actions(schedule)
+    middle = schedule.num_microbatches // 2
+    kinds = {
+        action.stage: LAST_BACKWARD if action in copied else BACKWARD
+        for action in schedule.updates
+        if action.microbatch == middle
+    }
+    stages = range(len(model.stages))
+    return StageTimes(
+        forward=[int(durations[FORWARD, s]) for s in stages],
+        backward=[int(durations[kinds[s], s]) for s in stages],
+        transfer=transfers_ns(model, durations),
+    )
+
+
+def transfers_ns(model: PlanModel, durations: Ints) -> list[int]:
+    """Per stage but the last, what a microbatch takes to the next one or back, the longer one."""
+    pair = {stages: item for item, stages in enumerate(model.macro.pairs)}
+    return [
+        max(int(durations[kind, pair[ends]]) for kind in (SEND, SEND_BACK)) if ends in pair else 0
+        for ends in pairwise(range(len(model.stages)))
+    ]

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 from stratagem.simulator.base.tables import Table, Unit, Value
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.row_memory import RowMemory
+from stratagem.simulator.pricing.stage_boundaries import crossing_ties
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.ampnet import ampnet
 from stratagem.simulator.schedules.named_schedules import (
@@ -36,11 +37,17 @@ from stratagem.simulator.schedules.work_kinds import (
     LAST_BACKWARD,
     REDUCED_BACKWARD,
     REPLICA_UPDATE,
-    SEND,
-    SEND_BACK,
 )
 from stratagem.simulator.simulation.device_memory import StageTensors, device_memory
-from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations, plan_model
+from stratagem.simulator.simulation.priced_plan import (
+    PlanModel,
+    macro_durations,
+    periods_in_words,
+    plan_model,
+    settled_microbatches,
+    streamed_times,
+    transfers_ns,
+)
 from stratagem.simulator.simulation.rank_memory import rank_memory
 from stratagem.simulator.stage.tensor_lifetimes import Purpose
 
@@ -52,15 +59,18 @@ COLUMNS = {
     "memory": Unit.BYTES,
     "versions": Unit.COUNT,
     "staleness": Unit.COUNT,
+    "timed as": Unit.TEXT,
 }
 
 NOTE = (
-    "Synchronous schedules are simulated as plans. Held is the most microbatches (or slices) on a "
-    "rank. An asynchronous schedule's step is its period times the microbatches, where "
-    "transfers count for the slower direction, sync and update as what they add to the last "
-    "backward, and parameters tied between stages not at all; it keeps versions of the weights, "
-    "and staleness is how many updates they may be behind."
+    "Synchronous schedules are simulated as plans, timed as a step. Held is the most microbatches "
+    "(or slices) on a rank. An asynchronous schedule is timed as the periods of a step's "
+    "microbatches, once it is full, where transfers count for the slower direction and parameters "
+    "tied between stages not at all; where no plan has it, sync and update count as what they add "
+    "to the last backward. It trains in another way: it keeps versions of the weights, and "
+    "staleness is how many updates they may be behind."
 )
+A_STEP = "a step"
 
 
 def compare_schedules(
@@ -105,7 +115,13 @@ def compare_schedules(
     plain = replace(plan, schedule=DEFAULT_SCHEDULE, token_slices=1, orders=())
     model = plan_model(plain, graph, costs, memory)
     times = _whole_times(model)
-    rows = [_stream(schedule, plan, times, model) for schedule in _streams(plain, times)]
+    rows, left_out = [], ""
+    for schedule in _streams(plain, times):
+        own = _own_times(plain, schedule, graph, costs, memory) or times
+        try:
+            rows.append(_stream(schedule, plan, own, model))
+        except ValueError as error:
+            left_out += f" Left out: {error}."
     plans = _flushing(plain, graph)
     for name, record in SCHEDULES.items() if token_slices > 1 else ():
         if slices_tokens(record):
@@ -113,7 +129,7 @@ def compare_schedules(
             sliced.check(graph)
             plans[f"{name}, {token_slices} slices"] = sliced
     rows += [_simulated(name, one, graph, costs, memory) for name, one in plans.items()]
-    table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE)
+    table = Table(f"schedules of {plan.name}", COLUMNS, tuple(rows), NOTE + left_out)
     return table.sorted_by("step", descending=False)
 
 
@@ -134,12 +150,26 @@ def _flushing(plan: Plan, graph: OperatorGraph) -> dict[str, Plan]:
 def _streams(plan: Plan, times: StageTimes) -> Iterator[Schedule]:
     """Those that never flush, with enough microbatches for their pace to settle."""
     stages = len(plan.stages)
-    many = max(8 * stages, 32)
+    many = settled_microbatches(stages)
     for record in SCHEDULES.values():
         made = record.made(Sizes(stages, many, stages))
         if made is not None and made.update_every is not None:
             yield made
     yield ampnet(stages, many, times, max_active=stages)
+
+
+def _own_times(
+    plan: Plan, schedule: Schedule, graph: OperatorGraph, costs: CostModel, memory: RowMemory
+) -> StageTimes | None:
+    """What a microbatch takes under a schedule as plans have it; None where none can have it."""
+    if schedule.name not in SCHEDULES:
+        return None
+    own = replace(plan, schedule=schedule.name)
+    try:
+        check_stashing(own, graph, crossing_ties(own.stage_of, graph))
+    except ValueError:
+        return None
+    return streamed_times(plan_model(own, graph, costs, memory), schedule)
 
 
 def _whole_times(model: PlanModel) -> StageTimes:
@@ -151,18 +181,11 @@ def _whole_times(model: PlanModel) -> StageTimes:
         return [int(durations[kind, s]) for s in stages]
 
     backward = list(map(max, column(BACKWARD), column(REDUCED_BACKWARD)))
-    pair = {stages: item for item, stages in enumerate(model.macro.pairs)}
-    transfer = [
-        max(int(durations[kind, pair[a, b]]) for kind in (SEND, SEND_BACK))
-        if (a, b) in pair
-        else 0
-        for a, b in pairwise(stages)
-    ]
     update = [last - inner for last, inner in zip(column(LAST_BACKWARD), backward, strict=True)]
     return StageTimes(
         forward=column(FORWARD),
         backward=backward,
-        transfer=transfer,
+        transfer=transfers_ns(model, durations),
         update=[max(0, ns) for ns in update],
     )
 
@@ -180,7 +203,7 @@ def _simulated(
     moments = [s for found in macro.schedule.situations for s in found]
     held = max(1 + sum(each.waiting + each.late for each in s.held) for s in moments)
     fullest = max(memory.peak for memory in rank_memory(model, times))
-    return name, times.makespan * 1e-9, bubble, held, fullest, 1, 0
+    return name, times.makespan * 1e-9, bubble, held, fullest, 1, 0, A_STEP
 
 
 def _bytes_for(tensors: StageTensors, use: Purpose) -> int:
@@ -202,7 +225,8 @@ def _stream(
     versions, staleness = max(state.weight_versions), max(state.staleness)
     held = max(play_schedule(schedule, times).peak_held)
     fullest = _fullest(model, schedule, state)
-    return schedule.name, step, float(state.bubble), held, fullest, versions, staleness
+    timed = periods_in_words(plan.num_microbatches)
+    return schedule.name, step, float(state.bubble), held, fullest, versions, staleness, timed
 
 
 def _fullest(model: PlanModel, schedule: Schedule, state: SteadyState | None) -> int:

@@ -31,7 +31,13 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_rows import OperatorRow
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.device_memory import DeviceMemory, MemoryTimeline
-from stratagem.simulator.simulation.priced_plan import PlanModel, plan_model, step_times
+from stratagem.simulator.simulation.priced_plan import (
+    PlanModel,
+    period_seconds,
+    periods_in_words,
+    plan_model,
+    step_times,
+)
 from stratagem.simulator.simulation.rank_memory import rank_memory
 from stratagem.simulator.simulation.saved_step import KeptMemory, KeptStep, StepLeftOut
 from stratagem.simulator.simulation.simulated_step import PlayedStep, SimulatedStep
@@ -78,6 +84,8 @@ class Simulation(SavedValue):
 
     Attributes:
         step_time: seconds from the first task to the last.
+        period: of a plan that updates amid its step (PipeDream), seconds from one microbatch to
+            the next where it goes on without end, as it is meant to; None of all others.
         memory: the peak of each rank (the devices of one stage, or of several that share them).
         relative_error: of the step time, from the errors of the costs in it, and from how far
             clusters like this one are apart where nobody has measured it.
@@ -98,6 +106,24 @@ class Simulation(SavedValue):
     _step: SimulatedStep
     pace: StepPace | None = None
     estimated: float | None = None
+    period: float | None = None
+
+    @property
+    def compared_time(self) -> float:
+        """Seconds of a step as plans are compared: those of its microbatches' periods, if any.
+
+        A step of such a plan is run as a stream that is drained at its end, which it need not be.
+        """
+        if self.period is None:
+            return self.step_time
+        return self.plan.num_microbatches * self.period
+
+    @property
+    def timed_as(self) -> str:
+        """What `compared_time` is: a step, or so many periods of a stream without end."""
+        if self.period is not None:
+            return periods_in_words(self.plan.num_microbatches)
+        return "a drained step" if self.plan.is_asynchronous else "a step"
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -154,7 +180,10 @@ class Simulation(SavedValue):
     def in_words(self) -> str:
         """Step time, memory and whether it fits, in a few words."""
         time, memory = format_duration(self.step_time), format_bytes(self.peak_memory)
-        return f"{time} a step{self._caveat}, {memory} a device, {self._verdict}"
+        stream = ""
+        if self.period is not None:
+            stream = f" that is drained, {format_duration(self.period)} a microbatch if it is not"
+        return f"{time} a step{stream}{self._caveat}, {memory} a device, {self._verdict}"
 
     @property
     def _caveat(self) -> str:
@@ -220,6 +249,7 @@ class Simulation(SavedValue):
             None if brief else KeptStep.of(self._step, len(self.memory)),
             self.pace,
             self.estimated,
+            self.period,
         )
 
     @classmethod
@@ -243,6 +273,7 @@ class Simulation(SavedValue):
             kept.step.step() if kept.step else StepLeftOut(plan.name),
             kept.pace,
             kept.estimated,
+            kept.period,
         )
 
     def memory_timeline(self, rank: int) -> MemoryTimeline:
@@ -300,6 +331,7 @@ class KeptSimulation:
     step: KeptStep | None = None
     pace: StepPace | None = None
     estimated: float | None = None
+    period: float | None = None
 
 
 @dataclass(frozen=True)
@@ -343,6 +375,7 @@ def simulate_model(model: PlanModel) -> Simulation:
         _step=step,
         pace=pace,
         estimated=_estimated(model),
+        period=period_seconds(model),
     )
 
 
