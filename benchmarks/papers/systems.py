@@ -114,7 +114,7 @@ SYSTEMS = (
         "shards states, gradients, parameters over data parallel ranks",
         methods=("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"),
         names=("sg.Choice.zero", "sg.TrainingSetup.zero"),
-        lacks="gathers of several parameters in one buffer",
+        lacks="a bucket of gathers that is not the bucket of sums; a search chooses no buckets",
     ),
     System(
         "PipeDream (Narayanan et al. 2019)",

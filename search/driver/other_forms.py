@@ -188,7 +188,7 @@ def try_other_forms(
     )
     placing = OperatorPlacement(trials(MOST_PLACED, PLACED_OPERATORS), run.seed)
     known = [entry.simulation for entry in space.entries if entry.simulation is not None]
-    known += [best, *run.baselines.values()]
+    known += [best, *run.known_strategies.searched.values()]
     if budget.seconds is not None:
         space.situation.clock.until = run.started + budget.seconds
     try:

@@ -25,7 +25,7 @@ from stratagem.searcher.driver.saved_result import (
 )
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.improvement.simpler_plans import simplicity_in_words
-from stratagem.searcher.methods.simple_strategies import with_experts
+from stratagem.searcher.methods.simple_strategies import with_buckets, with_experts
 from stratagem.searcher.robustness.robust_choice import FOUND, Robustness
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.simulator.base.files import encode, reading
@@ -56,6 +56,9 @@ MOSTLY = 0.5
 """From this share on a plan is mostly estimated."""
 NAMED = 3
 """Known strategies that are named where predictions do not tell them apart."""
+
+FASTER_NOTE = "faster than the plan: "
+"""Under which, with their names behind it, the notes of a search say of baselines why they are."""
 
 OTHERWISE = (
     "trained in another way, updated amid a step by gradients of older weights, so that it is no "
@@ -223,12 +226,8 @@ class SearchResult(SavedValue):
 
         Without those that train in another way.
         """
-        found = self.strategies
-        return {
-            name: s.plan
-            for name, s in found.items()
-            if name == FOUND or (self.fits(s) and not s.plan.is_asynchronous)
-        }
+        own = {n: s for n, s in self.strategies.items() if n not in self.baselines}
+        return {name: s.plan for name, s in {**own, **self.alike}.items()}
 
     @property
     def alike(self) -> dict[str, Simulation]:
@@ -367,9 +366,9 @@ class SearchResult(SavedValue):
 
         Where errors of prices were drawn it is said in which share of the draws each plan is the
         best, and what it loses at worst. Of setups that share experts out it is said how many ways
-        (see `with_experts`). Where a pipeline that never drains is among them, a column says of
-        which the time is that of a step, and of which that of periods, and the note that it trains
-        in another way.
+        (see `with_experts`), of those in other buckets than the plan in which. Where a pipeline
+        that never drains is among them, a column says of which the time is that of a step, and of
+        which that of periods, and the note that it trains in another way.
         """
         columns = {
             "strategy": Unit.TEXT,
@@ -390,7 +389,8 @@ class SearchResult(SavedValue):
             told = (self.fitting(s), *(sure.get(name, (None, None)) if sure else ()))
             times = s.compared_time, s.compared_time / ours - 1.0
             timed = (s.timed_as,) if streams else ()
-            rows.append((with_experts(name, s.plan), *times, s.peak_memory, *told, *timed))
+            called = with_buckets(with_experts(name, s.plan), s.plan, self.plan)
+            rows.append((called, *times, s.peak_memory, *told, *timed))
         found, *known = rows
         known.sort(key=lambda row: (FITTING.index(row[4]), row[1]))
         title = f"{self.graph.name} on {self.plan.cluster.name}"
@@ -425,7 +425,16 @@ class SearchResult(SavedValue):
         simple, crowded = self.simplicity, self.simulation.crowded
         simple = simple[:1].upper() + simple[1:]
         order, errors = self.order, self._of_errors
-        told = simple, self._of_gap, order, self._of_headroom, errors, vain, crowded
+        told = (
+            simple,
+            self._of_gap,
+            order,
+            self._of_faster,
+            self._of_headroom,
+            errors,
+            vain,
+            crowded,
+        )
         of_fastest = "of the fastest, " if self.fastest is not None else ""
         return (
             f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
@@ -472,6 +481,16 @@ class SearchResult(SavedValue):
             f"Predictions that are less than {apart:.0%} apart do not say which plan is faster: "
             f"that of {', '.join(near[:NAMED])}{more} or this one"
         )
+
+    @property
+    def _of_faster(self) -> str:
+        """Which baselines are faster, as they do what was not searched, if any are."""
+        told = [
+            f"{what.removeprefix(FASTER_NOTE)} ({why})"
+            for what, why in self.notes.items()
+            if what.startswith(FASTER_NOTE)
+        ]
+        return f"Faster, but beside what was searched: {'; '.join(told)}" if told else ""
 
     @property
     def _of_headroom(self) -> str:

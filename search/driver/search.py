@@ -19,7 +19,7 @@ from stratagem.searcher.driver.other_forms import (
     try_other_forms,
     without_their_share,
 )
-from stratagem.searcher.driver.result import OTHERWISE, SearchResult
+from stratagem.searcher.driver.result import FASTER_NOTE, OTHERWISE, SearchResult
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import Space
 from stratagem.searcher.driver.starting_plans import options_like
@@ -466,9 +466,9 @@ def _of_baselines(run: SearchCourse, asked: Sequence[str]) -> dict[str, str]:
     for name, known in run.baselines.items():
         is_faster = known.fits and known.compared_time < run.incumbent.time
         if is_faster and known.plan.is_asynchronous:
-            notes[f"faster than the plan: {name}"] = f"{known.timed_as}, {OTHERWISE}"
+            notes[f"{FASTER_NOTE}{name}"] = f"{known.timed_as}, {OTHERWISE}"
         elif is_faster and (lacks := run.incumbent.lacks(known.plan)):
-            notes[f"faster than the plan: {name}"] = f"give Options({', '.join(lacks)})"
+            notes[f"{FASTER_NOTE}{name}"] = f"give Options({', '.join(lacks)})"
     return notes
 
 
@@ -520,7 +520,7 @@ def _simplest(
     known = [e.simulation for e in run.space.entries if e.simulation is not None]
     return simplest(
         fastest,
-        [*known, *run.baselines.values()],
+        [*known, *run.known_strategies.searched.values()],
         situation.graph,
         simulate,
         run.incumbent.admits,

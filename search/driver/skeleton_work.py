@@ -100,6 +100,11 @@ class Sharpener:
             self._seed,
         )
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the plans of the search."""
+        return self._options.bucket_bytes
+
     def look(self, skeletons: Sequence[Skeleton]) -> list[Look]:
         """A quick look at each skeleton."""
         return self._quick.look(skeletons)

@@ -12,7 +12,7 @@ from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.methods.simple_strategies import baseline, baseline_names
+from stratagem.searcher.methods.simple_strategies import baseline_names, proposals
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart
 from stratagem.searcher.space.canonical_meshes import canonical
@@ -116,6 +116,8 @@ class KnownStrategies:
 
     Attributes:
         baselines: what was simulated until now, by name.
+        searched: the same, of each the best plan in the buckets of the search, where frameworks
+            have others.
         left_out: methods that were asked for and gave nothing, and why.
         shown: seconds of a step that was shown before its plan is taken; infinite without.
     """
@@ -123,6 +125,7 @@ class KnownStrategies:
     def __init__(self, space: Space, incumbent: Incumbent, sharpener: Sharpener) -> None:
         self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
         self.baselines: dict[str, Simulation] = {}
+        self.searched: dict[str, Simulation] = {}
         self.left_out: dict[str, str] = {}
         self.shown = math.inf
         self._unseen: dict[str, WorkPart[Proposed]] = {}
@@ -185,7 +188,7 @@ class KnownStrategies:
         situation, admits = self._space.situation, self._incumbent.admits
         done = [name for name, part in self._unseen.items() if part.is_done]
         for name in done if math.isinf(situation.clock.until) else ():
-            plan = self._unseen.pop(name).result().plan
+            plan = self._unseen.pop(name).result().searched
             if plan is None:
                 continue
             found = situation.simulate(plan)
@@ -217,12 +220,13 @@ class KnownStrategies:
                 self._take(name, part.result())
 
     def _take(self, name: str, proposed: Proposed) -> None:
-        plan = proposed.plan
+        plan, simulate = proposed.searched, self._space.situation.simulate
         if proposed.why:
             self.left_out[name] = proposed.why
+        if proposed.plan is not None:
+            self.baselines[name] = simulate(proposed.plan, always=True)
         if plan is not None:
-            found = self._space.situation.simulate(plan, always=True)
-            self.baselines[name] = found
+            found = self.searched[name] = simulate(plan, always=True)
             if self._incumbent.offer(found):
                 self._admitted.append(found)
             elif (alike := self._as_options_say(plan)) and self._incumbent.offer(alike):
@@ -242,9 +246,13 @@ class KnownStrategies:
 
 
 class Proposed(NamedTuple):
-    """The best plan of a baseline; None where it has none, and why if it was asked for by name."""
+    """The best plan of a baseline; None where it has none, and why if it was asked for by name.
+
+    `searched` is the best one in the buckets of the search, or else with none, if there is one.
+    """
 
     plan: Plan | None
+    searched: Plan | None = None
     why: str = ""
 
 
@@ -252,13 +260,16 @@ def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[st
     """The best plan of a baseline. A method that fails ends no search."""
     listed = {method: METHODS[method] for method in methods}
     try:
-        found = baseline(sharpener.situation, name, schedule, listed)
+        found = proposals(sharpener.situation, name, schedule, listed)
     except (OutOfTimeError, MemoryError):
         raise
     except Exception as error:
         if name not in listed:
             raise
-        return Proposed(None, f"it failed with {type(error).__name__}: {error}")
-    if found is None:
-        return Proposed(None, "it has no plan for this model and cluster" * (name in listed))
-    return Proposed(found.plan)
+        return Proposed(None, why=f"it failed with {type(error).__name__}: {error}")
+    if not found:
+        why = "it has no plan for this model and cluster" * (name in listed)
+        return Proposed(None, why=why)
+    alike = [s for s in found if s.plan.bucket_bytes == sharpener.bucket_bytes]
+    plain = [s for s in found if not s.plan.bucket_bytes]
+    return Proposed(min(found, key=rank).plan, min(alike or plain or found, key=rank).plan)

@@ -22,6 +22,7 @@ from stratagem.searcher.space.strategies import (
     with_recompute,
 )
 from stratagem.searcher.space.training_setup import EXPERT_AXIS
+from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -98,11 +99,19 @@ def baseline(
         >>> baseline(situation, "ZeRO-3").plan.name
         'ZeRO-3'
     """
+    return min(proposals(situation, name, schedule, methods), key=rank, default=None)
+
+
+def proposals(
+    situation: Situation,
+    name: str,
+    schedule: str = "1f1b",
+    methods: Mapping[str, Method] | None = None,
+) -> list[Simulation]:
+    """The plans of one of the strategies of `baseline_plans`; none where it cannot be built."""
     if methods and name in methods:
-        simulated = [situation.simulate(plan) for plan in methods[name](situation)]
-    else:
-        simulated = simulate_family(situation, _families(situation, schedule, True)[name]())
-    return min(simulated, key=rank) if simulated else None
+        return [situation.simulate(plan) for plan in methods[name](situation)]
+    return simulate_family(situation, _families(situation, schedule, True)[name]())
 
 
 def simulate_family(situation: Situation, plans: Sequence[Plan]) -> list[Simulation]:
@@ -216,6 +225,23 @@ def with_experts(name: str, plan: Plan) -> str:
     axes = (axis for stage in plan.stages for axis in stage.mesh.axes)
     ways = max((axis.size for axis in axes if axis.name == EXPERT_AXIS), default=1)
     return f"{name}, expert {ways}" if ways > 1 else name
+
+
+def with_buckets(name: str, plan: Plan, other: Plan) -> str:
+    """The name of a strategy, with the buckets of its plan where another plan has others.
+
+    Example:
+        >>> from stratagem.searcher.space.training_setup import TrainingSetup
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
+        >>> plans = [TrainingSetup(bucket_bytes=n).plan(graph, cluster) for n in (0, 25 * 2**20)]
+        >>> with_buckets("data parallel", plans[1], plans[0])
+        'data parallel, buckets of 25 MiB'
+    """
+    if plan.bucket_bytes == other.bucket_bytes:
+        return name
+    told = f"buckets of {format_bytes(plan.bucket_bytes)}" if plan.bucket_bytes else "no buckets"
+    return f"{name}, {told}"
 
 
 def _flat_mesh(devices: Sequence[int], cluster: Cluster) -> DeviceMesh:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.searcher.driver.result import SearchResult
+from stratagem.searcher.driver.result import FASTER_NOTE, SearchResult
 from stratagem.searcher.robustness.robust_choice import DRAWS
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.tables import Table, Unit, Value
@@ -81,6 +81,8 @@ def _summary(result: SearchResult) -> str:
         more = ours / best.step_time - 1.0
         is_allowed = result.fastest is not None and best.step_time >= result.fastest.step_time
         why = "is less simple" if is_allowed else "was not allowed in this search"
+        remedy = result.notes.get(f"{FASTER_NOTE}{name}")
+        why += f" ({remedy})" if remedy else ""
         return f"{words}, {more:.1%} more than {name}, which {why}."
     if gain < 5e-4:
         return f"{words}, as long as the best known strategy, {name}."

@@ -46,6 +46,8 @@ from stratagem.searcher.methods.literature.one_stage_prices import (
 )
 from stratagem.searcher.methods.literature.random_choices import random_choices
 from stratagem.searcher.methods.literature.setup_families import (
+    as_deepspeed_runs,
+    as_megatron_runs,
     gshard_setups,
     megatron_setups,
     zero_setups,
@@ -60,7 +62,7 @@ from stratagem.searcher.methods.literature.setup_screening import (
 from stratagem.searcher.methods.literature.tofu import TofuResult, recursive_mesh, tofu
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.logical_dims import LogicalDim, dim_table, logical_dims
-from stratagem.searcher.space.situation import Situation
+from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.strategies import expert_dims, with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -104,6 +106,9 @@ __all__ = [
     "transformer_annotations",
     "zero_setups",
 ]
+
+IN_BUCKETS = 2
+"""Setups of a family that are simulated in the buckets of its framework, too: the best ones."""
 
 SHARED_SIMULATED = 6
 """Setups of a family with experts shared out that are simulated beside those that copy them."""
@@ -215,17 +220,28 @@ def _fitted(
     return one_stage_plan(name, situation, mesh, choices, parts)
 
 
-def _screened(situation: Situation, setups: Iterable[TrainingSetup]) -> Iterator[Plan]:
+def _screened(
+    situation: Situation,
+    setups: Iterable[TrainingSetup],
+    as_run: Callable[[Situation, TrainingSetup], Iterable[TrainingSetup]],
+) -> Iterator[Plan]:
     """The best setups with experts copied, and fewer of those that share experts out.
 
-    Each kind by itself: estimates of one are not as near as those of the other.
+    Each kind by itself: estimates of one are not as near as those of the other. They reduce and
+    gather operator by operator; the very best come once more in the buckets of their framework.
     """
     listed = list(setups)
     copied = [setup for setup in listed if setup.expert == 1]
     shared = [setup for setup in listed if setup.expert > 1]
-    yield from screen(situation, copied).plans
+    found = list(screen(situation, copied).simulated)
     if shared:
-        yield from screen(situation, shared, max_simulated=SHARED_SIMULATED).plans
+        found += screen(situation, shared, max_simulated=SHARED_SIMULATED).simulated
+    for simulation in found:
+        yield simulation.plan
+    named = {setup.describe(): setup for setup in listed}
+    for simulation in sorted(found, key=rank)[: 0 if situation.graph.is_forward else IN_BUCKETS]:
+        for setup in as_run(situation, named[simulation.plan.name]):
+            yield setup.plan(situation.graph, situation.cluster)
 
 
 def _shape(mesh: DeviceMesh) -> str:
@@ -239,10 +255,10 @@ LITERATURE: dict[str, Callable[[Situation], Iterable[Plan]]] = {
     "GShard expert parallel": lambda s: screen(s, gshard_setups(s)).plans,
     "Tofu": _tofu,
     "REINFORCE": _reinforce,
-    "Megatron-LM 3D": lambda s: _screened(s, megatron_setups(s)),
-    "DeepSpeed ZeRO-1": lambda s: _screened(s, zero_setups(s, 1)),
-    "DeepSpeed ZeRO-2": lambda s: _screened(s, zero_setups(s, 2)),
-    "DeepSpeed ZeRO-3": lambda s: _screened(s, zero_setups(s, 3)),
+    "Megatron-LM 3D": lambda s: _screened(s, megatron_setups(s), as_megatron_runs),
+    "DeepSpeed ZeRO-1": lambda s: _screened(s, zero_setups(s, 1), as_deepspeed_runs),
+    "DeepSpeed ZeRO-2": lambda s: _screened(s, zero_setups(s, 2), as_deepspeed_runs),
+    "DeepSpeed ZeRO-3": lambda s: _screened(s, zero_setups(s, 3), as_deepspeed_runs),
     "random": _random,
 }
 """What makes candidate plans, by the name of the method; none where it does not apply."""

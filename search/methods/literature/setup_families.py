@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from stratagem.searcher.space.schedule_traits import schedules_of
@@ -18,6 +19,25 @@ MAX_MICROBATCH = 64
 
 MAX_VIRTUAL_STAGES = 4
 """Stages that a rank of an interleaved pipeline has at most."""
+
+DEEPSPEED_BUCKET = 500_000_000
+"""Elements that DeepSpeed reduces and gathers at once where it is told nothing: what
+``reduce_bucket_size`` and ``allgather_bucket_size`` are then (deepspeed.ai/docs/config-json)."""
+
+MEGATRON_BUCKET = 40_000_000, 1_000_000
+"""The same of Megatron-LM: at least so many, and so many for each data-parallel rank
+(``bucket_size`` of Megatron Core's ``DistributedDataParallelConfig``)."""
+
+
+def megatron_bucket(data: int) -> int:
+    """Elements of a bucket of Megatron-LM on so many data-parallel ranks.
+
+    Example:
+        >>> megatron_bucket(8), megatron_bucket(64)
+        (40000000, 64000000)
+    """
+    least, for_each = MEGATRON_BUCKET
+    return max(least, for_each * data)
 
 
 def megatron_setups(situation: Situation) -> Iterator[TrainingSetup]:
@@ -66,6 +86,26 @@ def zero_setups(situation: Situation, stage: int) -> Iterator[TrainingSetup]:
     if stage not in (1, 2, 3):
         raise ValueError(f"DeepSpeed has ZeRO stages 1, 2 and 3, not {stage}")
     yield from _without_pipelines(situation, (stage,), partial(_expert_ways, situation))
+
+
+def as_deepspeed_runs(situation: Situation, setup: TrainingSetup) -> Iterator[TrainingSetup]:
+    """A setup of `zero_setups` in the buckets that DeepSpeed has by default."""
+    yield _in_buckets(setup, DEEPSPEED_BUCKET)
+
+
+def as_megatron_runs(situation: Situation, setup: TrainingSetup) -> Iterator[TrainingSetup]:
+    """A setup of `megatron_setups` in the buckets that Megatron-LM has by default.
+
+    Without its distributed optimizer, which is ZeRO-1, and with it.
+    """
+    data = setup.data(situation.cluster)
+    if data > 1:
+        yield _in_buckets(setup, megatron_bucket(data))
+        yield _in_buckets(replace(setup, zero=1), megatron_bucket(data))
+
+
+def _in_buckets(setup: TrainingSetup, elements: int) -> TrainingSetup:
+    return replace(setup, bucket_bytes=elements * setup.training.gradient_bytes)
 
 
 def gshard_setups(situation: Situation) -> Iterator[TrainingSetup]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratagem.exports.deepspeed import BUCKET_ELEMENTS
 from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.fsdp_units import unit_gradient_bytes
 from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
+from stratagem.searcher.methods.literature.setup_families import DEEPSPEED_BUCKET
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -85,7 +85,7 @@ def accelerate_deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """
     found = nearest_uniform(plan, graph, DEEPSPEED)
     stage = found.setup.zero
-    bucket = found.bucket_bytes(BUCKET_ELEMENTS) if stage == 3 else ALL_AT_ONCE
+    bucket = found.bucket_bytes(DEEPSPEED_BUCKET) if stage == 3 else ALL_AT_ONCE
     found = replace(found, plan=replace(found.plan, bucket_bytes=bucket))
     config = _common(found, "DEEPSPEED") | {
         "deepspeed_config": {

@@ -9,6 +9,7 @@ from typing import Any
 
 from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
+from stratagem.searcher.methods.literature.setup_families import DEEPSPEED_BUCKET
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -19,9 +20,6 @@ def _zero_stages(tensor: int, pipeline: int) -> Sequence[int]:
 
 
 LIMITS = SetupLimits(zero_stages=_zero_stages, recompute=("none",))
-
-BUCKET_ELEMENTS = 500_000_000
-"""Elements of a bucket of gradients where none is told."""
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """What DeepSpeed calls a precision."""
@@ -43,7 +41,7 @@ def deepspeed(plan: Plan, graph: OperatorGraph) -> ExportDraft:
     """
     found = nearest_uniform(plan, graph, LIMITS)
     bucket = (
-        (plan.bucket_bytes or found.bucket_bytes(BUCKET_ELEMENTS))
+        (plan.bucket_bytes or found.bucket_bytes(DEEPSPEED_BUCKET))
         if found.setup.zero
         else ALL_AT_ONCE
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from stratagem.exports.reading.export import ExportDraft
 from stratagem.exports.reading.one_setup import SetupLimits, Uniform, nearest_uniform
 from stratagem.exports.reading.transformer_sizes import TransformerSizes, transformer_sizes
+from stratagem.searcher.methods.literature.setup_families import megatron_bucket
 from stratagem.searcher.space.training_setup import ALL_AT_ONCE
 from stratagem.simulator.base.precision import is_full
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -27,9 +28,6 @@ LIMITS = SetupLimits(
     uneven=True,
     experts=True,
 )
-
-BUCKET_ELEMENTS = 40_000_000, 1_000_000
-"""Elements of a bucket of gradients where none is told: at least so many, and for each rank."""
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """What Megatron-FSDP calls a ZeRO stage."""
@@ -85,8 +83,7 @@ def layout(blocks: Sequence[int]) -> str:
 
 
 def _default_bucket(found: Uniform) -> int:
-    least, for_each = BUCKET_ELEMENTS
-    return found.bucket_bytes(max(least, for_each * found.data))
+    return found.bucket_bytes(megatron_bucket(found.data))
 
 
 def _parallel(found: Uniform) -> Iterator[str]:
