@@ -14,7 +14,11 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.literature import megatron_setups, zero_setups
 from stratagem.searcher.methods.registry import METHODS, _one_stage
-from stratagem.searcher.methods.simple_strategies import baseline, with_experts
+from stratagem.searcher.methods.simple_strategies import (
+    baseline,
+    with_buckets,
+    with_experts,
+)
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt
@@ -220,5 +224,6 @@ def test_the_table_of_a_search_says_the_degree_of_experts() -> None:
     found = search(graph, PAIR, baselines=["DeepSpeed ZeRO-3"], budget=Budget(0, gap=0.99))
     plan = found.baselines["DeepSpeed ZeRO-3"].plan
     names = [row[0] for row in found.table.rows]
-    assert with_experts("DeepSpeed ZeRO-3", plan) in names
+    named = with_experts("DeepSpeed ZeRO-3", plan)
+    assert with_buckets(named, plan, found.plan) in names
     assert "expert" in {axis.name for axis in plan.stages[0].mesh.axes}

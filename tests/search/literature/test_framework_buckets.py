@@ -11,7 +11,7 @@ from stratagem.exports.megatron import megatron
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import FASTER_NOTE
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.methods.literature import LITERATURE, screen, zero_setups
+from stratagem.searcher.methods.literature import IN_BUCKETS, LITERATURE, screen, zero_setups
 from stratagem.searcher.methods.literature.setup_families import as_megatron_runs, megatron_setups
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline, with_buckets
@@ -52,7 +52,7 @@ def test_the_best_setups_come_in_the_buckets_of_deepspeed_too(method: str) -> No
     plain = [plan for plan in plans if not plan.bucket_bytes]
     assert plain == [each.plan for each in screened]
     bucketed = [plan for plan in plans if plan.bucket_bytes]
-    assert len(bucketed) == 2
+    assert len(bucketed) == IN_BUCKETS
     for plan, origin in zip(bucketed, screened, strict=False):
         # Counted unsharded: each of the tensor-parallel devices has its share of them.
         assert plan.bucket_bytes == 500_000_000 * TRAINING.gradient_bytes * tensor_ways(plan)
