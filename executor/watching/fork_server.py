@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -53,9 +52,9 @@ class ForkServer:
     def main(self) -> None:
         """Answer requests to the end."""
         last = time.monotonic()
-        while not _can_be_read(self._caller):
+        while not keeper.can_be_read(self._caller):
             self._reap()
-            if _can_be_read(self._connection, POLL_SECONDS):
+            if keeper.can_be_read(self._connection, POLL_SECONDS):
                 if not self._answer():
                     break
                 last = time.monotonic()
@@ -98,7 +97,7 @@ class ForkServer:
                     os.dup2(file, number)
                     os.close(file)
                 caller = self._caller
-                keeper.Keeper(folder, lambda: _can_be_read(caller), begin).main()
+                keeper.Keeper(folder, lambda: keeper.can_be_read(caller), begin).main()
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -184,11 +183,6 @@ def _become(order: dict[str, Any]) -> None:
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
-
-
-def _can_be_read(file: int | socket.socket, seconds: float = 0.0) -> bool:
-    """Whether a connection has something to say, or the process of a handle has ended."""
-    return bool(select.select([file], [], [], seconds)[0])
 
 
 if __name__ == "__main__":

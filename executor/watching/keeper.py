@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import select
 import shutil
@@ -137,13 +138,23 @@ class Keeper:
 
     def _listen(self, seconds: float) -> None:
         """Take what the caller says within some seconds; its end of the pipe is its life."""
-        if select.select([0], [], [], seconds)[0]:
+        if can_be_read(0, seconds):
             said = os.read(0, 1 << 16)
             self._told += said
             self._ended = self._ended or not said
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self._ended = True
+
+
+def can_be_read(file: int | Any, seconds: float | None = 0.0) -> bool:
+    """Whether a file has something to say or has ended, within some seconds; None is for ever.
+
+    Whatever its number is: `select` knows none from 1024 on.
+    """
+    waits = select.poll()
+    waits.register(file, select.POLLIN)
+    return bool(waits.poll(None if seconds is None else math.ceil(seconds * 1e3)))
 
 
 def _control(option: int, value: int) -> None:

@@ -8,8 +8,11 @@ that those behind it begin in an instant.
 from __future__ import annotations
 
 import atexit
+import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,8 +20,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from select import select
 from typing import IO, Protocol
 
 from stratagem.executor.watching import fork_server, keeper
@@ -106,7 +109,7 @@ class ForkedKeeper:
         Raises:
             subprocess.TimeoutExpired: when it lives on for longer.
         """
-        if not select([self._handle], [], [], timeout)[0]:
+        if not keeper.can_be_read(self._handle, timeout):
             raise subprocess.TimeoutExpired("the keeper", timeout or 0.0)
 
     def kill(self) -> None:
@@ -119,7 +122,8 @@ class _Server:
     """A fork server, as its caller sees it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = map(_beside_streams, pair)
         number = theirs.fileno()
         self._connection = ours
         ours.settimeout(LOAD_SECONDS)
@@ -149,18 +153,22 @@ class _Server:
         Raises:
             OSError: when the process is gone, or does not answer in time.
         """
-        theirs_in, stdin = os.pipe()
-        stdout, theirs_out = os.pipe()
+        opened: list[int] = []
         try:
-            request = {"folder": str(folder)}
-            answer, (handle,) = self._ask(request, [theirs_in, theirs_out, STDERR])
+            opened.append(_stderr())
+            opened.extend(os.pipe())
+            opened.extend(os.pipe())
+            stderr, theirs_in, stdin, stdout, theirs_out = opened
+            answer, handles = self._ask({"folder": str(folder)}, [theirs_in, theirs_out, stderr])
+            if not handles:  # The system drops what this process may not open.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except BaseException:
-            os.close(stdin)
-            os.close(stdout)
+            for each in opened:
+                os.close(each)
             raise
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+        for each in (stderr, theirs_in, theirs_out):
+            os.close(each)
+        (handle,) = handles
         os.set_inheritable(handle, False)
         return ForkedKeeper(answer["pid"], handle, open(stdin, "wb"), open(stdout, "rb"))
 
@@ -187,22 +195,24 @@ class _KeptServer:
 
     def __init__(self) -> None:
         self._environment: dict[str, str] | None = None
+        self._inherited: tuple[object, ...] = ()
         self._server: _Server | None = None
         self._unsafe: set[str] = set()
 
     def keeper_for(self, module: str, environment: Mapping[str, str]) -> BeginKeeper:
         """What `keeper_for` says; modules that cannot be forked are known from then on."""
         told = {name: each for name, each in environment.items() if name not in CHANGING}
-        if told != self._environment:
+        inherited = _inherited()
+        if (told, inherited) != (self._environment, self._inherited):
             self.close()
-            self._environment, self._unsafe = told, set()
+            self._environment, self._inherited, self._unsafe = told, inherited, set()
             return spawned_keeper
         if module in self._unsafe or not _can_stay(told):
             return spawned_keeper
         if not self._is_loaded(module, told):
             self._unsafe.add(module)
             return spawned_keeper
-        return self._fork
+        return partial(self._fork, self._server)
 
     def close(self) -> None:
         """Keep nothing any more."""
@@ -225,11 +235,12 @@ class _KeptServer:
             self.close()  # Its answer is still to come.
             raise
 
-    def _fork(self, folder: Path) -> RunKeeper:
+    def _fork(self, server: _Server | None, folder: Path) -> RunKeeper:
         with _LOCK:
-            if self._server is not None:
+            # Another thread may have begun one with another environment meanwhile.
+            if server is not None and server is self._server:
                 try:
-                    return self._server.fork(folder)
+                    return server.fork(folder)
                 except OSError:
                     self.close()
                 except BaseException:
@@ -246,7 +257,41 @@ def _can_stay(environment: Mapping[str, str]) -> bool:
     )
 
 
+def _inherited() -> tuple[object, ...]:
+    """What a process has from the one that begins it, beside the environment: cores and limits."""
+    if sys.platform != "linux":
+        return ()
+    umask = ""
+    with suppress(OSError):
+        umask = Path("/proc/self/status").read_text().partition("Umask:")[2].partition("\n")[0]
+    names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+    limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    return frozenset(os.sched_getaffinity(0)), nice, umask, limits
+
+
+def _beside_streams(connection: socket.socket) -> socket.socket:
+    """A connection whose number is that of no standard stream, which a child has its own of."""
+    with connection:
+        return socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, STDERR + 1))
+
+
+def _stderr() -> int:
+    """This process's stream for errors; where it has closed it, what is written goes nowhere."""
+    try:
+        return os.dup(STDERR)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def _lock_anew() -> None:
+    """Let a fork begin with a lock of its own: the thread that had it is not in there."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
 _LOCK = threading.RLock()
+os.register_at_fork(after_in_child=_lock_anew)
 _ENDING: list[subprocess.Popen[bytes]] = []
 """Processes that end with their last run."""
 

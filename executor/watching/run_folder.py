@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from select import select
 from types import TracebackType
 
 from stratagem.executor.watching import keeper
@@ -126,7 +125,7 @@ class Scratch:
 
     def _answers(self, seconds: float) -> bool:
         assert self._keeper.stdout is not None
-        return bool(select([self._keeper.stdout], [], [], seconds)[0])
+        return keeper.can_be_read(self._keeper.stdout, seconds)
 
     def _code(self) -> int:
         assert self._keeper.stdout is not None

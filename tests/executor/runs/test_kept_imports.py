@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -234,3 +235,98 @@ def test_a_fork_of_a_caller_begins_runs_of_its_own(run: Run) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert begun(run, "a_rank", str(run.place), "drawn") == 0
     assert json.loads((run.place / "0.json").read_text())
+
+
+RUNS = """
+import os, resource, sys, threading, time
+from pathlib import Path
+from stratagem.executor.watching.kept_imports import keeper_for
+from stratagem.executor.watching.run_folder import Scratch
+
+place, starter = sys.argv[1:]
+told = open(Path(place, "told"), "w")
+os.dup2(told.fileno(), 50)
+
+
+def go(module="a_rank", what="drawn", log="log.txt"):
+    with Scratch(keeper_for(module, os.environ)) as scratch:
+        logs, store = scratch.folder / "logs", scratch.folder / "store"
+        logs.mkdir()
+        store.mkdir()
+        ranks = ["fork", "2", str(logs), str(store), module, place, what]
+        command = [sys.executable, "-u", starter, *ranks]
+        code = scratch.run(command, log=Path(place, log), folder=place, timeout=60.0)
+    say(f"{code} {type(scratch._keeper).__name__}")
+
+
+def say(text):
+    os.write(50, f"{text}\\n".encode())
+
+
+"""
+FORKED, SPAWNED = "0 ForkedKeeper", "0 Popen"
+
+
+def told_by(run: Run, program: str) -> list[str]:
+    """What a caller of its own says of its runs."""
+    command = [sys.executable, "-c", RUNS + program, str(run.place), STARTER]
+    subprocess.run(command, env=run.settings, timeout=60.0, check=True)
+    return (run.place / "told").read_text().splitlines()
+
+
+@pytest.mark.parametrize("closed", ["0", "2", "1, 2", "0, 1, 2"])
+def test_a_caller_may_have_closed_its_streams(run: Run, closed: str) -> None:
+    """Their numbers then went to the connection, in whose place the child's own streams came."""
+    close = f"for number in ({closed},): os.close(number)\n"
+    assert told_by(run, f"{close}go()\ngo()\ngo()") == [SPAWNED, FORKED, FORKED]
+
+
+def test_a_caller_may_have_more_files_than_select_knows(run: Run) -> None:
+    """A run of such a caller failed at once: "filedescriptor out of range in select()"."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000:
+        pytest.skip("this system allows too few files")
+    many = (
+        "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (2000, most))\n"
+        "held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
+    )
+    assert told_by(run, f"{many}go()\ngo()") == [SPAWNED, FORKED]
+
+
+def test_a_fork_made_while_another_thread_imports_does_not_wait_for_it(run: Run) -> None:
+    """The lock was held, in the fork for ever, by a thread that is not in there."""
+    (run.place / "slow.py").write_text("import time\ntime.sleep(3)\nfrom a_rank import main\n")
+    program = (
+        "go('slow')\n"
+        "thread = threading.Thread(target=go, args=('slow',))\n"
+        "thread.start()\n"
+        "time.sleep(1.0)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    go(log='log2.txt')\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "say('waited')\n"
+        "thread.join()\n"
+    )
+    told = told_by(run, program)
+    assert sorted(told) == sorted([SPAWNED, SPAWNED, "waited", FORKED])
+
+
+def test_ranks_have_the_cores_and_limits_that_their_caller_has_now(run: Run) -> None:
+    """A forked rank had those of when the process was begun that it is forked from."""
+    change = "go(what='found')\ngo(what='found')\nos.umask(0o027)\ngo(what='found')\n"
+    assert told_by(run, change) == [SPAWNED, FORKED, SPAWNED]
+    assert {each["umask"] for each in run.seen()} == {0o027}
+
+
+def test_a_run_is_not_forked_from_a_process_of_another_environment(run: Run) -> None:
+    """Which another thread has begun between a run's first question and its beginning."""
+    keep(run)
+    begin = keeper_for("a_rank", run.settings)
+    run.settings["SOME_OPTION"] = "1"
+    keep(run)
+    other = keeper_for("a_rank", run.settings)
+    with Scratch(begin) as scratch, Scratch(other) as another:
+        assert isinstance(scratch._keeper, subprocess.Popen)
+        assert isinstance(another._keeper, ForkedKeeper)
