@@ -57,11 +57,13 @@ class Limits:
         return max(self.stalled, self.patience * expected)
 
     def quiet(self, state: str) -> int:
-        """Periods that a rank may say nothing whose process is in a state
-        (`process_activity.state_of`).
+        """How many periods a rank may be silent, by the state of its process.
 
-        Code in C that holds Python's lock, such as a big file that json reads, silences a rank
-        that computes.
+        A rank that computes may be silent for long: C code that holds the interpreter lock, such
+        as json reading a big file, keeps its thread from telling anything.
+
+        Args:
+            state: as `process_activity.state_of` gives it.
         """
         seconds = self.silent
         if state == "T":
@@ -95,7 +97,7 @@ class Judgement:
 
 
 class Judge:
-    """Rank 0's eye on all ranks: who is silent, and whether anyone goes on."""
+    """What rank 0 concludes about all ranks: who is silent, and whether anyone goes on."""
 
     def __init__(self, world_size: int, limits: Limits) -> None:
         self._limits = limits
@@ -150,7 +152,7 @@ class Judge:
 
 
 class Follower:
-    """The other ranks' eye on rank 0."""
+    """What the other ranks conclude about rank 0: whether it is silent."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -37,7 +37,7 @@ ORPHAN_SECONDS = 3.0
 """How long ranks whose starter is gone get to say so, and to end."""
 
 STOP, END = b"stop\n", b"end\n"
-"""What the caller says: that the command is to stop, that it needs the folder no more."""
+"""What the caller says: stop the command; the folder is not needed any more."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 

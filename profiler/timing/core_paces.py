@@ -1,7 +1,7 @@
 """Bringing times to one pace of the cores, and keeping what that pace is.
 
-Cores are faster now and slower then (see `hardware.core_pace`), so what is timed one after the
-other is timed at unlike paces. All times of an environment are brought to one, that of its first
+The speed of a core drifts (see `hardware.core_pace`), so operators timed one after the other are
+timed at unlike paces. All times of an environment are brought to one, that of its first
 profile; what the cores took on average, over all profiles, is kept beside it.
 """
 

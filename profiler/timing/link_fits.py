@@ -1,6 +1,6 @@
 """The links of a cluster as the collectives in the timing cache show them.
 
-Those inside a node are fitted as measured ones are (`collective_timing.fit_link`). Between nodes a
+Those inside a node are fitted as measured ones are (`collective_fits.fit_link`). Between nodes a
 collective also crosses the link inside, and shares the network cards of its nodes: latency and
 bandwidth are those with which the simulator's own price of such a group (`DeviceMesh.link`) comes
 nearest.
