@@ -21,6 +21,8 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from stratagem.executor.results.execution_result import ExecutionResult
 
 
@@ -99,7 +101,6 @@ def run(
 
     Example: stratagem run plan.json examples.small_gpt:build --check --out run.json
     """
-    from stratagem.executor.results.execution_result import not_graphed
     from stratagem.executor.running.launch import launch
     from stratagem.executor.running.run_request import RunRequest
     from stratagem.executor.watching.judges import Limits
@@ -129,7 +130,20 @@ def run(
     )
     with progress_bar() as show:
         result = launch(request, timeout=None, show=show)
-    console = speaker(as_json)
+    _tell(result, plan, outputs, speaker(as_json))
+    if out is not None:
+        result.save(out)
+        speaker(as_json).print(f"Written to {out}", soft_wrap=True)
+    if as_json:
+        print_json(_facts(result, out))
+    if result.verdict is not None and not result.verdict.agrees:
+        raise typer.Exit(1)
+
+
+def _tell(result: ExecutionResult, plan: Path, outputs: Path | None, console: Console) -> None:
+    """Print how the run went, and what the user should know of it."""
+    from stratagem.executor.results.execution_result import not_graphed
+
     console.print(
         f"{result.num_steps} steps, {format_duration(result.step_time)} each (median); "
         f"{_loss_in_words(result)}{result.provenance}",
@@ -148,31 +162,30 @@ def run(
         console.print(f"a step {verdict.sentence()}", style="" if verdict.agrees else "bold red")
     if outputs is not None:
         console.print(f"What it gives back is in {outputs}", soft_wrap=True)
-    if out is not None:
-        result.save(out)
-        console.print(f"Written to {out}", soft_wrap=True)
-    if as_json:
-        facts: dict[str, object] = {
-            "step_time": result.step_time,
-            "losses": result.losses,
-            "provenance": result.provenance and asdict(result.provenance),
-            "out": out,
+
+
+def _facts(result: ExecutionResult, out: Path | None) -> dict[str, object]:
+    """What `--json` prints of a run; `out` is the file that holds all of it."""
+    facts: dict[str, object] = {
+        "step_time": result.step_time,
+        "losses": result.losses,
+        "provenance": result.provenance and asdict(result.provenance),
+        "out": out,
+    }
+    if result.peak_bytes:
+        facts["peak_bytes"] = result.peak_bytes
+    verdict = result.verdict
+    if verdict is not None:
+        facts |= {
+            "agrees": verdict.agrees,
+            "verdict": verdict.sentence(),
+            "worst": verdict.worst,
+            "error": verdict.errors[verdict.worst],
+            "allowed": verdict.allowed[verdict.worst],
+            "max_error": verdict.max_error,
+            "reference": verdict.reference,
         }
-        if result.peak_bytes:
-            facts["peak_bytes"] = result.peak_bytes
-        if verdict is not None:
-            facts |= {
-                "agrees": verdict.agrees,
-                "verdict": verdict.sentence(),
-                "worst": verdict.worst,
-                "error": verdict.errors[verdict.worst],
-                "allowed": verdict.allowed[verdict.worst],
-                "max_error": verdict.max_error,
-                "reference": verdict.reference,
-            }
-        print_json(facts)
-    if verdict is not None and not verdict.agrees:
-        raise typer.Exit(1)
+    return facts
 
 
 def _loss_in_words(result: ExecutionResult) -> str:
