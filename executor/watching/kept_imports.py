@@ -72,6 +72,7 @@ def keeper_for(module: str, environment: Mapping[str, str]) -> BeginKeeper:
     """What begins the keeper of a run whose ranks are forked.
 
     Example:
+        >>> from stratagem.executor.watching.run_folder import Scratch
         >>> with Scratch(keeper_for("stratagem.executor", os.environ)) as scratch:
         ...     scratch.run(["true"], log=scratch.folder / "log")
         0

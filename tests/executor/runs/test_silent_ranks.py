@@ -16,6 +16,7 @@ import pytest
 
 from stratagem.executor.running.world import process_rank
 from stratagem.executor.watching.judges import Beat, Follower, Judge, Limits
+from stratagem.executor.watching.kept_imports import keep_no_more
 from stratagem.executor.watching.process_activity import Activity
 from stratagem.executor.watching.rank_place import Place, RunPoint
 
@@ -135,6 +136,7 @@ def test_limits_are_above_zero(name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is not known")
 def test_working_is_told_from_waiting() -> None:
+    keep_no_more()  # It would be a process that this one has started.
     answers: list[bool] = []
 
     def ask(activity: Activity, end: threading.Event) -> None:

@@ -10,6 +10,7 @@ from benchmarks.headroom import Fullness, Wrong, best_share, wrong
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.methods.simple_strategies import with_buckets
 from stratagem.searcher.report.robustness import robustness
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.simulator.graph.models import mlp
@@ -92,7 +93,9 @@ def test_what_fits_only_without_headroom_is_told_and_marked() -> None:
         assert "would fit if not" in tight.certificate
     roomy = searched(round(1.02 * most), 1 - 1.01 * least / (1.02 * most))
     assert roomy.fits(roomy.simulation)
-    marks = {row[0]: row[-1] for row in roomy.table.rows}
+    plans = {name: each.plan for name, each in roomy.strategies.items()}
+    called = {with_buckets(name, plan, roomy.plan): name for name, plan in plans.items()}
+    marks = {called[row[0]]: row[-1] for row in roomy.table.rows}
     for name, simulation in roomy.baselines.items():
         assert marks[name] == (
             "yes" if simulation.peak_memory <= 1.01 * least else "without headroom"
