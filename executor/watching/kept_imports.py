@@ -242,11 +242,10 @@ class _KeptServer:
             if server is not None and server is self._server:
                 try:
                     return server.fork(folder)
-                except OSError:
-                    self.close()
-                except BaseException:
-                    self.close()
-                    raise
+                except BaseException as error:
+                    self.close()  # An answer may still be to come.
+                    if not isinstance(error, OSError):
+                        raise
         return spawned_keeper(folder)
 
 

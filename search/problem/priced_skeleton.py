@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import partial
 
 import numpy as np
 
@@ -44,7 +43,7 @@ from stratagem.simulator.pipeline.priced_pipeline import (
 )
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import CostTable
-from stratagem.simulator.pricing.recent_values import RecentValues
+from stratagem.simulator.pricing.recent_values import DerivedValues, RecentValues
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.schedules.macro_graph import (
     MacroGraph,
@@ -56,8 +55,6 @@ from stratagem.simulator.simulation.device_memory import passes_of
 from stratagem.simulator.stage.shared_conversions import OPEN, Sharing, joined_sharing
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 
-T = TypeVar("T")
-
 MOST_LISTS = 512
 """So many lists of choices of operators are remembered with a graph."""
 
@@ -67,7 +64,7 @@ class NoChoiceError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(DerivedValues):
     """Which choice to make for every operator of a skeleton.
 
     `priced` has all prices, by the choices of each operator. The other fields are what the kernels
@@ -122,17 +119,6 @@ class Problem:
     def macro_graph(self) -> MacroGraph:
         """The pipeline of blocks."""
         return self.priced.macro
-
-    @cached_property
-    def _derived(self) -> dict[Callable[[Problem], Any], Any]:
-        return {}
-
-    def derive(self, make: Callable[[Problem], T]) -> T:
-        """What `make` works out of this problem: once, and kept as long as the problem."""
-        if make not in self._derived:
-            self._derived[make] = make(self)
-        found: T = self._derived[make]
-        return found
 
     @property
     def num_stages(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
 
 from stratagem.searcher.processes.search_clock import SearchClock
 from stratagem.searcher.space.schedule_traits import FORWARD_SCHEDULE
@@ -23,16 +22,14 @@ from stratagem.simulator.pipeline.priced_pipeline import (
 )
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.pricing.recent_values import RecentValues
+from stratagem.simulator.pricing.recent_values import DerivedValues, RecentValues
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
-Derived = TypeVar("Derived")
-
 
 @dataclass(frozen=True)
-class Situation:
+class Situation(DerivedValues):
     """What a plan is made for; `memory` keeps the prices of all that was simulated in it.
 
     `clock` says whether there is time to go on; who fills `memory` asks it, too.
@@ -52,17 +49,6 @@ class Situation:
     def _recent(self) -> RecentValues[Simulation]:
         operators = len(self.graph.operators)
         return RecentValues(max(LEAST_REMEMBERED, REMEMBERED_OPERATORS // operators))
-
-    @cached_property
-    def _derived(self) -> dict[Callable[[Situation], Any], Any]:
-        return {}
-
-    def derive(self, make: Callable[[Situation], Derived]) -> Derived:
-        """What `make` works out of this situation: once, and kept as long as it."""
-        if make not in self._derived:
-            self._derived[make] = make(self)
-        found: Derived = self._derived[make]
-        return found
 
     @cached_property
     def cutter(self) -> StageCutter:

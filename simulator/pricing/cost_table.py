@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +60,7 @@ from stratagem.simulator.pricing.cost_rows import (
 )
 from stratagem.simulator.pricing.fused_conversions import FusedReader, sum_shares
 from stratagem.simulator.pricing.operator_prices import OperatorPricer
+from stratagem.simulator.pricing.recent_values import DerivedValues
 from stratagem.simulator.pricing.repeated_layers import sparing_repeat
 from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.pricing.tied_rows import tie_row
@@ -77,11 +78,9 @@ from stratagem.simulator.sharding.parameter_homes import (
 from stratagem.simulator.sharding.pieces_and_fusion import is_chain, piece_dim
 from stratagem.simulator.sharding.resharding_paths import ReshardingStep
 
-Derived = TypeVar("Derived")
-
 
 @dataclass(frozen=True, eq=False)
-class CostTable:
+class CostTable(DerivedValues):
     """The rows of one stage. `operators` are indices into the graph; edges and ties lie inside.
 
     `edges[k]` is priced by `edge_rows[edge_row_of[k]]`, and so on; distinct rows are stored once.
@@ -106,17 +105,6 @@ class CostTable:
     def is_of_plan(self) -> bool:
         """Whether each operator has one choice."""
         return all(len(row.choices) == 1 for row in self.rows)
-
-    @cached_property
-    def _derived(self) -> dict[Callable[[CostTable], Any], Any]:
-        return {}
-
-    def derive(self, make: Callable[[CostTable], Derived]) -> Derived:
-        """What `make` works out of this table: once, and kept as long as the table."""
-        if make not in self._derived:
-            self._derived[make] = make(self)
-        found: Derived = self._derived[make]
-        return found
 
     @cached_property
     def num_choices(self) -> int:

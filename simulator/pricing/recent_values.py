@@ -1,11 +1,13 @@
-"""The values that were asked for last: a memory that does not grow for ever."""
+"""Values that are remembered: those that were asked for last, and what is worked out of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar
 
 Value = TypeVar("Value")
+Derived = TypeVar("Derived")
 
 
 class RecentValues(Generic[Value]):
@@ -49,3 +51,24 @@ class RecentValues(Generic[Value]):
         while self._weight > self._most and len(self._kept) > 1:
             self._weight -= self._kept.pop(next(iter(self._kept)))[1]
         return found[0]
+
+
+class DerivedValues:
+    """What is worked out of a value: once, and kept as long as it.
+
+    Example:
+        >>> values = DerivedValues()
+        >>> values.derive(id) == id(values)
+        True
+    """
+
+    @cached_property
+    def _derived(self) -> dict[Callable[..., Any], Any]:
+        return {}
+
+    def derive(self, make: Callable[[Self], Derived]) -> Derived:
+        """What `make` works out of this value, or did."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: Derived = self._derived[make]
+        return found

@@ -67,11 +67,12 @@ def test_it_equals_one_device_and_says_what_runs() -> None:
     assert any(f"pieces of {len(plan.streamed)} operators were parts of one" in n for n in notes)
 
 
-def test_processes_say_it_once() -> None:
+@pytest.mark.parametrize("plan", ["streamed", "in_sums"])
+def test_processes_equal_torch_and_say_it_once(plan: str) -> None:
     case = case_of("gpt")
     with pytest.warns(SeparateCollectives) as told:
         result = sg.execute(
-            streamed(case),
+            {"streamed": streamed, "in_sums": in_sums}[plan](case),
             case.model,
             case.batch,
             graph=case.graph,
@@ -96,22 +97,6 @@ def test_work_in_sums_equals_one_device_and_says_what_runs() -> None:
     assert "blocks.0.add_1 forward" not in set(predicted.timeline.names)
     notes = compare(predicted, result).notes
     assert any(f"if {len(plan.in_sums)} operators computed inside the sums" in n for n in notes)
-
-
-def test_processes_with_work_in_sums_equal_torch() -> None:
-    case = case_of("gpt")
-    with pytest.warns(SeparateCollectives) as told:
-        result = sg.execute(
-            in_sums(case),
-            case.model,
-            case.batch,
-            graph=case.graph,
-            gradients=True,
-            backend="gloo",
-            progress=False,
-        )
-    assert len(told) == 1
-    assert_equals_torch(case, result)
 
 
 def test_pieces_of_their_own_are_not_told() -> None:
