@@ -123,8 +123,11 @@ class Watch:
             first = (str(error).splitlines() or [""])[0]
             text = f"rank {self._rank} failed at {where}: {type(error).__name__}: {first}"
             self._failed(text)
-            self._accuse(text)
             error.add_note(f"rank {self._rank} was at {where}")
+            if isinstance(error, Exception):  # Before others hear of it, and end this process.
+                with suppress(OSError):
+                    get_error_handler().record_exception(error)
+            self._accuse(text)
             raise
         else:
             self._stop.set()

@@ -22,6 +22,7 @@ from examples.models import MLP
 from stratagem.executor.backends.rank_stores import FolderStore
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.run_request import RunRequest
+from stratagem.executor.watching.failures import failure_of
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.kept_imports import keep_no_more
 from stratagem.executor.watching.process_activity import ranks_with_setting, state_of
@@ -351,6 +352,32 @@ def test_a_fault_of_a_rank_is_not_taken_for_the_loss_of_another(
     (folder,) = tmp_path.glob("watch-*")
     fault = FolderStore(folder).get("fault").decode()
     assert fault.startswith(f"rank 0 failed at starting: RuntimeError: NCCL_ERROR_{error}")
+
+
+def test_a_rank_leaves_its_error_before_others_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank that heard of it was faster, and the run's error had no traceback."""
+    left = tmp_path / "1" / "error.json"
+    left.parent.mkdir()
+    monkeypatch.setenv("STRATAGEM_STORE", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(left))
+    heard: list[str] = []
+    accuse = Watch._accuse
+
+    def hear(watch: Watch, text: str) -> None:
+        heard.append(failure_of(tmp_path, 1))
+        accuse(watch, text)
+
+    monkeypatch.setattr(Watch, "_accuse", hear)
+    with Watch(1, 2, Limits()) as watch:
+        watch.place.enter(12, "taking the batch")
+        with pytest.raises(KeyError), watch.guard():
+            raise KeyError("a story")
+    (told,) = heard
+    first = told.splitlines()[0]
+    assert first.startswith("rank 1 ended with KeyError: 'a story'")
+    assert first.endswith("rank 1 was at step 12, taking the batch")
 
 
 def test_a_rank_is_found_by_its_environment_and_its_parent() -> None:
