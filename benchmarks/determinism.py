@@ -47,9 +47,7 @@ def plan_bytes(case: str, evaluations: int, cores: int | None) -> bytes:
         CASES[case](),
         cluster,
         training=Training("float16"),
-        budget=Budget(evaluations),
-        seed=3,
-        num_threads=cores,
+        budget=Budget(evaluations, seed=3, threads=cores),
     )
     return result.plan.to_json().encode()
 

@@ -29,9 +29,8 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.problem.exhaustive import exhaustive_plans
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation, rank
-from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.simulation.simulation import Simulation
 
@@ -101,8 +100,7 @@ def measure(problem: SmallProblem, evaluations: int) -> Outcome:
         costs=costs,
         training=problem.training,
         budget=Budget(evaluations),
-        options=Options(recompute=("none",)),
-        constraints=Constraints(headroom=0.0),
+        space=Space(recompute=("none",), headroom=0.0),
     )
     return Outcome(problem, optimum, result)
 

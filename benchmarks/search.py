@@ -48,8 +48,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.improvement import skeleton_choices
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.processes.worker_processes import worker_count
-from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.skeletons import Options
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.models import gpt, inception_v3, mlp, moe, nmt, wide_resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -182,9 +181,9 @@ def measure(name: str, case: Case, evaluations: int, *, every_baseline: bool) ->
             training=case.training,
             budget=Budget(evaluations),
             baselines=tuple(METHODS) if every_baseline else None,
-            schedule=("1f1b", "interleaved"),
-            options=Options(inputs_first=True, regather=True),
-            constraints=Constraints(headroom=0.0),  # as the planners that published these cases
+            space=Space(
+                inputs_first=True, regather=True, headroom=0.0, schedules=("1f1b", "interleaved")
+            ),
         )
     return {
         "case": name,

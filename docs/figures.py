@@ -49,13 +49,13 @@ def pipelined() -> sg.Simulation:
 
 def draw_step(simulation: sg.Simulation) -> Figure:
     """The timeline of a pipelined step, its critical path drawn in."""
-    return sg.plot_timelines([simulation.timeline], critical_path=simulation.critical_path)
+    return sg.plots.timelines([simulation.timeline], critical_path=simulation.critical_path)
 
 
 def draw_memory(simulation: sg.Simulation) -> Figure:
     """What the first and the last stage hold over the step."""
     ranks = (0, len(simulation.memory) - 1)
-    return sg.plot_memory([simulation.memory_timeline(rank) for rank in ranks])
+    return sg.plots.memory([simulation.memory_timeline(rank) for rank in ranks])
 
 
 def draw_schedules() -> Figure:
@@ -69,7 +69,7 @@ def draw_schedules() -> Figure:
         play_schedule(interleaved(8, 8, num_ranks=4), halves),
         play_schedule(zb_h1(4, 8), split),
     ]
-    return sg.plot_timelines([play.timeline for play in plays])
+    return sg.plots.timelines([play.timeline for play in plays])
 
 
 def backward_pass() -> TaskGraph:

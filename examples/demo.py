@@ -47,7 +47,7 @@ def plan_gpt2() -> None:
     result = sg.search(graph, cluster, training=sg.Training("bfloat16", "adam"))
     report_search(result)
     result.plan.save(OUT / "gpt2-plan.json")
-    sg.plot_timelines([result.simulation.timeline], OUT / "gpt2-predicted.png")
+    sg.plots.timelines([result.simulation.timeline], OUT / "gpt2-predicted.png")
     sg.write_trace(OUT / "gpt2-trace.json.gz", result.simulation.timeline)
 
 
@@ -85,7 +85,7 @@ def run_small_gpt() -> None:
         f"{format_duration(report.step_time)} a step (the median of {STEPS}): "
         f"{comparison.relative_error:+.0%}."
     )
-    sg.plot_timelines([comparison.predicted], OUT / "small-gpt-predicted.png")
+    sg.plots.timelines([comparison.predicted], OUT / "small-gpt-predicted.png")
     comparison.save_plot(OUT / "small-gpt-predicted-over-measured.png")
     comparison.save_trace(OUT / "small-gpt-trace.json.gz")
 

@@ -38,9 +38,7 @@ class Job:
             graph,
             self.devices,
             training=sg.Training(self.precision),
-            budget=sg.Budget(evaluations=self.evaluations),
-            num_skeletons=2,
-            num_bounded=0,
+            budget=sg.Budget(evaluations=self.evaluations, skeletons=2, bounded=0),
             draws=0,
             progress=progress,
         )

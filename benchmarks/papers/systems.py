@@ -65,7 +65,7 @@ SYSTEMS = (
         "places operators on devices and splits each along samples, attributes and parameters, by "
         "random proposals that a delta simulator judges",
         methods=("FlexFlow",),
-        names=("sg.search", "sg.Options", "sg.Choice.config"),
+        names=("sg.search", "sg.Space", "sg.Choice.config"),
         lacks="plans with operators on parts of a mesh are simulated anew, not by what changes",
     ),
     System(
@@ -186,10 +186,10 @@ SYSTEMS = (
             "sg.Choice.streamed",
             "sg.Choice.fused",
             "sg.Choice.in_sum",
-            "sg.Options.chunks",
-            "sg.Options.stream",
-            "sg.Options.fuse",
-            "sg.Options.in_sums",
+            "sg.Space.chunks",
+            "sg.Space.stream",
+            "sg.Space.fuse",
+            "sg.Space.in_sums",
         ),
         lacks="a collective that waits for parts of a product, or computes, is predicted, not "
         "executed",

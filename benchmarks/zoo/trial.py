@@ -128,14 +128,11 @@ def _counts(graph: OperatorGraph, example: Example, truth: Step) -> bool:
 
 def _searched(graph: OperatorGraph, ranks: int) -> Plan:
     cluster = replace(sg.Cluster.preset("local-cpu"), devices_per_node=ranks)
-    budget = sg.Budget(evaluations=EVALUATIONS)
+    budget = sg.Budget(evaluations=EVALUATIONS, skeletons=1, bounded=0, threads=1)
     found = sg.search(
         graph,
         cluster,
         budget=budget,
-        num_skeletons=1,
-        num_bounded=0,
-        num_threads=1,
         prefer="fastest",
         draws=0,
         progress=False,

@@ -65,8 +65,7 @@ def learn(
     Raises:
         ValueError: when the plan is not for this graph.
     """
-    graph = plan.rewrite(graph).graph
-    plan.check(graph)
+    graph = plan.on(graph)
     plan, parts = pass_graphs(plan, graph)
     took = _seconds_by_task(timeline)
     kept = 0

@@ -44,8 +44,7 @@ def plan_operators(graph: OperatorGraph, plan: Plan) -> list[tuple[Operator, Loc
     Raises:
         ValueError: when the plan is not for this graph.
     """
-    graph = plan.rewrite(graph).graph
-    plan.check(graph)
+    graph = plan.on(graph)
     plan, graphs = pass_graphs(plan, graph)
     return [
         (part.operator(name), local_sizes(part.operator(name), choice.config, stage.mesh.shape))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
+from stratagem.simulator.simulation.simulation import TELLS_APART
+
+EVALUATIONS = 40_000
+"""Plans that a search evaluates which is not told how many."""
 
 LEAST_SEARCHED, SEARCHED_OPERATORS = 128_000, 6_400_000
 """Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
@@ -41,7 +45,10 @@ class StopReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a search may spend: a number of plans to evaluate, and perhaps a time.
+    """What a search may spend: plans to evaluate, perhaps a time, skeletons, threads.
+
+    Where neither evaluations nor seconds nor a gap are given, a search ends where what could still
+    be gained is proved to be less than predictions tell apart (5 %).
 
     Each skeleton that is searched has up to 128,000 plans evaluated, even where its share of the
     evaluations is less: of small models that takes half a second. With 0 none has.
@@ -49,7 +56,7 @@ class Budget:
     Only a search whose time did not run out gives the same plan again.
 
     Attributes:
-        evaluations: plans to evaluate.
+        evaluations: plans to evaluate; `EVALUATIONS` when left out.
         seconds: wall time; None has no limit.
         gap: share of a step: the search ends as soon as it is proved that no plan of the space
             takes so much less than the best one found (`SearchResult.gap`), once choices were
@@ -57,47 +64,91 @@ class Budget:
             be gained is less than predictions tell apart. With 0 it goes on.
         is_of_listed: whether it also ends where the gap is proved of all listed skeletons
             (`SearchResult.listed_bound`) and other pipelines, cut anywhere, were planned by the
-            inter-operator program. A search that is told no budget does.
+            inter-operator program. A search that is told none of the three does.
+        skeletons: how many of the best skeletons are searched, one or more: stages, meshes,
+            microbatches. Of small models others that are nearly as good are, too.
+        bounded: of how many, beside the best, lower bounds are sharpened before, the weakest
+            first, for the certificate; fewer of larger models when left out.
+        threads: chains that run at once, and processes for the rest of searches of large models;
+            the cores that this process may use when left out. The plan does not depend on it.
+        seed: of every random number; equal searches give equal plans.
 
     Raises:
-        ValueError: on a negative number, or a gap of 1 or more.
+        ValueError: on a negative number, a gap of 1 or more, no skeletons, or no threads.
     """
 
-    evaluations: int = 40_000
+    evaluations: int | None = None
     seconds: float | None = None
-    gap: float = 0.0
+    gap: float | None = None
     is_of_listed: bool = False
+    skeletons: int = field(default=4, kw_only=True)
+    bounded: int | None = field(default=None, kw_only=True)
+    threads: int | None = field(default=None, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.evaluations < 0 or (self.seconds is not None and self.seconds <= 0):
+        if (self.evaluations or 0) < 0 or (self.seconds is not None and self.seconds <= 0):
             raise ValueError(
-                f"budget of {self.evaluations} evaluations and "
+                f"budget of {self.evaluations or 0} evaluations and "
                 f"{'any number of' if self.seconds is None else self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
-        if not 0 <= self.gap < 1:
+        if not 0 <= (self.gap or 0.0) < 1:
             raise ValueError(
                 f"budget: gap is {self.gap}; it is a share of the step, from 0 to below 1"
             )
+        if self.skeletons < 1:
+            raise ValueError(f"budget: skeletons is {self.skeletons}: search at least 1 skeleton")
+        if self.bounded is not None and self.bounded < 0:
+            raise ValueError(f"budget: bounded is {self.bounded}: bound 0 skeletons or more")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"budget: threads is {self.threads}; take 1 or more")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is said of when a search is to end."""
+        return self.evaluations is None and self.seconds is None and self.gap is None
+
+    def settled(self) -> SettledBudget:
+        """The same with a number for all that ends a search.
+
+        Example:
+            >>> Budget().settled().evaluations, Budget().settled().gap, Budget(9).settled().gap
+            (40000, 0.05, 0.0)
+        """
+        given = {each.name: getattr(self, each.name) for each in fields(Budget)}
+        if self.is_open:
+            given |= {"gap": TELLS_APART, "is_of_listed": True}
+        given["evaluations"] = EVALUATIONS if self.evaluations is None else self.evaluations
+        return SettledBudget(**{**given, "gap": given["gap"] or 0.0})
+
+
+@dataclass(frozen=True)
+class SettledBudget(Budget):
+    """A budget that says all that ends a search."""
+
+    evaluations: int = EVALUATIONS
+    gap: float = 0.0
 
     def least(self, num_operators: int) -> int:
         """Evaluations of a skeleton that is searched, whatever its share of them is.
 
         Example:
-            >>> [Budget(800).least(operators) for operators in (50, 500, 5000)]
+            >>> [Budget(800).settled().least(operators) for operators in (50, 500, 5000)]
             [128000, 12800, 1280]
         """
         return min(LEAST_SEARCHED, SEARCHED_OPERATORS // num_operators) if self.evaluations else 0
 
-    def share(self, count: int, number: int, spent: float) -> Budget:
+    def share(self, count: int, number: int, spent: float) -> SettledBudget:
         """The budget of one of `count` searches, after those before it took `spent` seconds.
 
         A share of the evaluations, and of the seconds that are left; where none are, so few that
         only what every search does first is done.
 
         Example:
-            >>> Budget(1000, seconds=60.0).share(3, 1, spent=10.0)
-            Budget(evaluations=333, seconds=25.0, gap=0.0, is_of_listed=False)
+            >>> part = Budget(1000, seconds=60.0).settled().share(3, 1, spent=10.0)
+            >>> part.evaluations, part.seconds
+            (333, 25.0)
         """
         seconds = self.seconds
         if seconds is not None:
@@ -116,7 +167,11 @@ class StopRules:
     """
 
     def __init__(
-        self, space: Space, incumbent: Incumbent, budget: Budget, is_up: Callable[[], bool]
+        self,
+        space: SkeletonList,
+        incumbent: Incumbent,
+        budget: SettledBudget,
+        is_up: Callable[[], bool],
     ) -> None:
         self._space, self._incumbent = space, incumbent
         self._budget, self._is_up = budget, is_up

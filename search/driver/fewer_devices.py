@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
 from stratagem.searcher.processes.search_clock import Late
 from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Skeleton, all_skeletons
 from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, candidates
@@ -30,7 +30,7 @@ class FewerDevices:
         excluded: how many parts and skeletons were left out, by reason.
     """
 
-    space: Space
+    space: SkeletonList
     best: Callable[[], float]
     excluded: dict[str, int] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ def on_part(skeleton: Skeleton, part: ClusterPart) -> Skeleton:
 
 
 def plan_stages(
-    space: Space,
+    space: SkeletonList,
     limit: int,
     *,
     cluster: Cluster | None = None,

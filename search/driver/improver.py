@@ -7,7 +7,7 @@ from itertools import count
 
 from stratagem.searcher.annealing.chains import chain_seed
 from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.driver.starting_plans import not_chosen_for
 from stratagem.searcher.improvement.neighbours import Neighbourhood
@@ -51,7 +51,7 @@ class Improver:
 
     def __init__(
         self,
-        space: Space,
+        space: SkeletonList,
         incumbent: Incumbent,
         neighbourhood: Neighbourhood,
         workers: Workers[Sharpener],

@@ -5,8 +5,8 @@
     operators on parts     of their meshes
 
 Bounds know of two directions and of parts, where all pipelines share one (see
-`Space.bound_pipelines`). Of slices they know nothing: operators on a part of the positions have
-prices of their own. So such plans are beside the space, and the result says so.
+`SkeletonList.bound_pipelines`). Of slices they know nothing: operators on a part of the positions
+have prices of their own. So such plans are beside the space, and the result says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stratagem.searcher.driver.budget import Budget, StopReason
+from stratagem.searcher.driver.budget import SettledBudget, StopReason
 from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.incumbent import TracePoint
 from stratagem.searcher.driver.search_course import SearchCourse
@@ -81,7 +81,7 @@ def not_tried(forms: tuple[Form, ...]) -> dict[str, str]:
         names = " or ".join(map(repr, schedules_in(form)))
         asking = f"name {names} beside the other schedules"
         told[WORDS[form]] = (
-            f"not tried: {asking if names else 'give Options(place=True), or --place'}"
+            f"not tried: {asking if names else 'give Space(place=True), or --place'}"
         )
     return told
 
@@ -101,7 +101,7 @@ def sums_not_tried(plan: Plan, graph: OperatorGraph, options: Options) -> dict[s
     return {
         "elementwise work inside sums": f"not tried: operator {reads[0]!r}{more} could compute in "
         "shares inside the sum that it reads, which the executor does not have: give "
-        "Options(in_sums=True), or --in-sums"
+        "Space(in_sums=True), or --in-sums"
     }
 
 
@@ -143,7 +143,7 @@ def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[Form, ..
     return tuple(form for form, is_so in refused.items() if not is_so)
 
 
-def without_their_share(budget: Budget, forms: tuple[Form, ...]) -> Budget:
+def without_their_share(budget: SettledBudget, forms: tuple[Form, ...]) -> SettledBudget:
     """The budget of all that comes before other forms are tried, if any are."""
     if budget.seconds is None or not forms:
         return budget
@@ -151,7 +151,7 @@ def without_their_share(budget: Budget, forms: tuple[Form, ...]) -> Budget:
 
 
 def try_other_forms(
-    run: SearchCourse, forms: tuple[Form, ...], reason: StopReason, budget: Budget
+    run: SearchCourse, forms: tuple[Form, ...], reason: StopReason, budget: SettledBudget
 ) -> StopReason:
     """Try the best pipelines of a search in other forms, and note what came of it.
 
@@ -186,7 +186,7 @@ def try_other_forms(
         space.policies,
         lambda: run.incumbent.time,
     )
-    placing = OperatorPlacement(trials(MOST_PLACED, PLACED_OPERATORS), run.seed)
+    placing = OperatorPlacement(trials(MOST_PLACED, PLACED_OPERATORS), run.budget.seed)
     known = [entry.simulation for entry in space.entries if entry.simulation is not None]
     known += [best, *run.known_strategies.searched.values()]
     if budget.seconds is not None:

@@ -568,7 +568,7 @@ class _ResultFile:
 def _read(kept: _KeptResult) -> SearchResult:
     graph = OperatorGraph.from_json(json.dumps(kept.graph), what="its graph")
     plan = Plan.from_json(json.dumps(kept.plan), what="its plan")
-    plan.check(plan.rewrite(graph).graph)
+    plan.on(graph)
     figures = {
         name: msgspec.to_builtins(getattr(kept, name))
         for name in (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from stratagem.searcher.driver.budget import Budget, StopReason
+from stratagem.searcher.driver.budget import Budget, SettledBudget, StopReason
 from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.other_forms import (
@@ -21,8 +21,7 @@ from stratagem.searcher.driver.other_forms import (
 )
 from stratagem.searcher.driver.result import FASTER_NOTE, OTHERWISE, SearchResult
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
-from stratagem.searcher.driver.skeleton_entries import Space
-from stratagem.searcher.driver.starting_plans import options_like
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.improvement.simpler_plans import simplest
@@ -33,7 +32,7 @@ from stratagem.searcher.processes.garbage_collection import seldom_collected
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.robustness.robust_choice import drawn_steps
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Constraints, Space
 from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.schedule_traits import Form, schedules_of
 from stratagem.searcher.space.situation import Situation, rank
@@ -62,21 +61,13 @@ def search(
     graph: OperatorGraph,
     cluster: Cluster,
     *,
+    space: Space | None = None,
     costs: CostModel | None = None,
     training: Training | None = None,
     budget: Budget | None = None,
-    seed: int = 0,
-    schedule: str | Sequence[str] | None = None,
-    zero_stages: Sequence[int] | None = None,
-    num_skeletons: int = 4,
-    num_bounded: int | None = None,
-    options: Options | None = None,
-    constraints: Constraints | None = None,
     baselines: Sequence[str] | None = None,
     start: Plan | None = None,
     checkpoint: Path | None = None,
-    num_threads: int | None = None,
-    num_rewritten: int = 0,
     prefer: str = FASTEST,
     draws: int = 0,
     progress: ProgressReport | None = None,
@@ -90,7 +81,7 @@ def search(
     Baselines are simulated first. Every skeleton of the space (stages × meshes × microbatches) is
     bounded by what it computes; those that no bound excludes are ranked by known strategies. Of
     the best, and of those with the weakest bounds, the bound is sharpened (`cutting_planes`). On
-    the `num_skeletons` whose best plan known and bound are together least Markov chains step to
+    the `Budget.skeletons` whose best plan known and bound are together least Markov chains step to
     neighbouring skeletons (`skeleton_walk`); there an integer program chooses for all operators
     (`choice_program`), Metropolis–Hastings chains go on from the best plans under the event
     simulator (FlexFlow, Jia et al. 2019), and windows of operators are solved anew along the
@@ -109,39 +100,17 @@ def search(
     Args:
         graph: the model at its whole batch.
         cluster: where it is to run; all its devices are used.
+        space: what may be searched, and what every plan must meet; see `Space`.
         costs: prices of operators; the device model of the cluster when left out.
         training: precision and optimizer; those of `start` when left out, without one float32 and
             Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
             states do.)
-        budget: evaluations to spend, and perhaps seconds. When left out, the search ends where
-            what could still be gained is proved to be less than predictions tell apart
-            (`TELLS_APART`), or `Budget.evaluations` are spent.
-        seed: of every random number.
-        schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
-            1F1B is searched, and baselines may have others. A forward pass has ``"gpipe"`` only.
-            With ``"terapipe"`` or ``"chimera"`` beside these, the best pipelines are tried with
-            sliced tokens, or in two directions.
-        zero_stages: that parameters may have: the same as `Constraints.zero_stages`; all when left
-            out.
-        num_skeletons: how many skeletons are searched, one or more; of small models others that
-            are nearly as good are, too, by the least evaluations (see `Budget`).
-        num_bounded: of how many, beside the best, the bounds are sharpened before, the weakest
-            first; fewer of larger models when left out.
-        options: recomputing, pieces, fusion and buckets; see `Options`. When left out, what the
-            plan to start from does.
-        constraints: what every plan must meet; see `Constraints`.
+        budget: what the search may spend: evaluations, seconds, threads; see `Budget`.
         baselines: names of `methods.registry.METHODS` to compare with, beside the simple
             strategies; those of `QUICK_METHODS` when left out.
         start: a plan for this model and cluster to go on from; its skeleton is searched too, but
             for plans of kinds that a search does not choose for (the notes say why).
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
-        num_threads: how many chains run at once, and processes for the other parts of searches of
-            large models; the cores that this process may use when left out. The plan does not
-            depend on it.
-        num_rewritten: how many graphs that compute the same are searched as well, those that
-            algebraic substitutions make best of (see `graph_rewrites`); evaluations and seconds of
-            the budget are shared.
         prefer: ``"fastest"``, or ``"simplest"``: of the plans that a prediction cannot tell from
             the fastest, the one that treats like layers most alike (see `simpler_plans`). Where a
             gap was asked for and is proved, the simplest one keeps to it, too.
@@ -156,32 +125,24 @@ def search(
         to fitting (`SearchResult.simulation.fits` is then False and its memory says by how much).
 
     Raises:
-        ValueError: the constraints leave no plan, an argument and a constraint leave nothing that
-            both allow, the checkpoint is another search's, or `start` is a plan for another model,
-            cluster or training.
+        ValueError: the constraints leave no plan, the checkpoint is another search's, or `start`
+            is a plan for another model, cluster or training.
         KeyboardInterrupt: it was interrupted twice; or once, before it knew any plan, where the
             constraints allow no known strategy.
     """
-    _check_counts(num_skeletons, num_bounded, zero_stages, draws)
+    if draws < 0:
+        raise ValueError(f"draws is {draws}: draw errors of the prices 0 times or more")
     if prefer not in PREFERENCES:
         raise unknown("preference", prefer, PREFERENCES)
-    spend, base = budget or Budget(gap=TELLS_APART, is_of_listed=True), _training(training, start)
-    begin = time.monotonic()
-    if isinstance(schedule, str):
-        schedule = (schedule,)
-    wishes = (constraints or Constraints()).also(schedules=schedule, zero_stages=zero_stages)
-    allowed = options_like(start) if options is None else options
-    if start is not None and start.has_pins:
-        allowed = replace(allowed, place=True)
-    if "none" not in allowed.recompute and wishes.recompute is None and not graph.is_forward:
-        wishes = replace(wishes, recompute=allowed.recompute)
+    asked, wishes, base = budget or Budget(), space or Space(), _training(training, start)
+    spend, begin = asked.settled(), time.monotonic()
     wishes.check_axes(_axes(start))
     wishes.check_degrees(graph, cluster.num_devices)
     heard = interrupts or Interrupts()
     with heard.heard():
         prices, clock = costs_or_default(costs), SearchClock(interrupts=heard)
         situation = Situation(graph, cluster, base, prices, memory or RowMemory(), clock)
-        others, left_out = _rewritten(situation, wishes, num_rewritten)
+        others, left_out = _rewritten(situation, wishes)
         graphs = [Rewritten(graph), *others]
         parts: list[SearchResult] = []
         for number, each in enumerate(graphs):
@@ -189,15 +150,11 @@ def search(
                 part = _search_graph(
                     replace(situation, graph=each.graph, clock=SearchClock(interrupts=heard)),
                     budget=spend.share(len(graphs), number, time.monotonic() - begin),
-                    seed=seed,
-                    num_skeletons=num_skeletons,
-                    num_bounded=num_bounded,
-                    options=allowed,
+                    options=wishes.options(start),
                     wishes=wishes,
                     baselines=QUICK_METHODS if baselines is None else baselines,
                     start=start if not each.steps else None,
                     checkpoint=checkpoint if not each.steps else None,
-                    num_threads=num_threads,
                     prefer=prefer,
                     progress=progress or (lambda _: None),
                 )
@@ -206,17 +163,17 @@ def search(
                     raise
                 parts[-1] = replace(parts[-1], stop_reason=StopReason.INTERRUPTED)
                 break
-            if budget is None and part.stop_reason is StopReason.NEAR:
+            if asked.is_open and part.stop_reason is StopReason.NEAR:
                 part = replace(part, stop_reason=StopReason.ALIKE)
             parts.append(part)
             if part.stop_reason is StopReason.INTERRUPTED:
                 break
-        found = _joined(graph, graphs, parts, left_out) if num_rewritten else parts[0]
+        found = _joined(graph, graphs, parts, left_out) if wishes.rewrites else parts[0]
         if not draws or not found.simulation.fits:
             return found
         if spend.seconds is not None:
             clock.until = begin + spend.seconds
-        return _with_draws(found, situation, draws, seed, progress or (lambda _: None))
+        return _with_draws(found, situation, draws, spend.seed, progress or (lambda _: None))
 
 
 def _with_draws(
@@ -242,20 +199,6 @@ def _with_draws(
     return replace(found, notes={**found.notes, "errors of prices": told})
 
 
-def _check_counts(
-    num_skeletons: int, num_bounded: int | None, zero_stages: Sequence[int] | None, draws: int
-) -> None:
-    """Refuse numbers of skeletons and draws that say nothing, and ZeRO stages there are not."""
-    if draws < 0:
-        raise ValueError(f"draws is {draws}: draw errors of the prices 0 times or more")
-    if num_skeletons < 1:
-        raise ValueError(f"num_skeletons is {num_skeletons}: search at least 1 skeleton")
-    if num_bounded is not None and num_bounded < 0:
-        raise ValueError(f"num_bounded is {num_bounded}: bound 0 skeletons or more")
-    if zero_stages is not None and (not zero_stages or set(zero_stages) - set(ZERO_STAGES)):
-        raise ValueError(f"zero_stages are {tuple(zero_stages)}: name some of 0, 1, 2 and 3")
-
-
 def _training(given: Training | None, start: Plan | None) -> Training:
     """The training that is asked for, which a plan to start from must have too."""
     if start is None:
@@ -274,15 +217,13 @@ def _axes(start: Plan | None) -> list[str]:
     return [] if start is None else [a.name for stage in start.stages for a in stage.mesh.axes]
 
 
-def _rewritten(
-    situation: Situation, wishes: Constraints, count: int
-) -> tuple[list[Rewritten], dict[str, str]]:
+def _rewritten(situation: Situation, wishes: Space) -> tuple[list[Rewritten], dict[str, str]]:
     """The best graphs that compute the same but are not the model's own.
 
     Those on which the constraints cannot be held are left out, and counted by reason; all of them
     where training goes by the parameters of the model.
     """
-    if count == 0:
+    if wishes.rewrites == 0:
         return [], {}
     if situation.training.goes_by_parameters:
         why = (
@@ -301,13 +242,13 @@ def _rewritten(
         return min(rank(simulation)[-1] for simulation in found.values())
 
     try:
-        found = rewritings(situation.graph, score, limit=4 * count + 4)
+        found = rewritings(situation.graph, score, limit=4 * wishes.rewrites + 4)
     except KeyboardInterrupt:
         if situation.clock.interrupts.count > 1:
             raise
         return [], {"rewritten graphs left out: the search was interrupted": "all"}
     made = [r.rewritten for r in found if r.rewritten.steps and r.score < inf]
-    return made[:count], {why: str(number) for why, number in left_out.items()}
+    return made[: wishes.rewrites], {why: str(number) for why, number in left_out.items()}
 
 
 def _joined(
@@ -356,16 +297,12 @@ def _least(bounds: Sequence[float | None], count: int) -> float | None:
 def _search_graph(
     situation: Situation,
     *,
-    budget: Budget,
-    seed: int,
-    num_skeletons: int,
-    num_bounded: int | None,
+    budget: SettledBudget,
     options: Options,
-    wishes: Constraints,
+    wishes: Space,
     baselines: Sequence[str],
     start: Plan | None,
     checkpoint: Path | None,
-    num_threads: int | None,
     prefer: str,
     progress: ProgressReport,
 ) -> SearchResult:
@@ -377,17 +314,15 @@ def _search_graph(
     for name in baselines:
         _check_method(name)
     run = SearchCourse(
-        Space(situation, options, zeros, wishes.bind(graph), schedules, forms),
+        SkeletonList(situation, options, zeros, wishes.bind(graph), schedules, forms),
         without_their_share(budget, forms),
-        seed,
-        num_threads,
         progress,
         SearchCheckpoint(
             checkpoint,
             digest(
                 graph.fingerprint, cluster.to_json(), situation.training,
-                type(situation.costs).__name__, budget.evaluations, seed, schedules, zeros,
-                num_skeletons, options, wishes,
+                type(situation.costs).__name__, budget.evaluations, budget.seed, schedules, zeros,
+                budget.skeletons, options, wishes,
                 start.to_json() if start else None, *registered_moves(),
             ),
         ),
@@ -396,7 +331,7 @@ def _search_graph(
     try:
         interrupts.release()
         every = all_skeletons(graph, cluster, schedules, situation.costs, situation.training)
-        reason = run.go(every, schedules, baselines, start, num_skeletons, num_bounded)
+        reason = run.go(every, schedules, baselines, start)
         reason = try_other_forms(run, forms, reason, budget)
         interrupts.hold()
         interrupts.check()
@@ -428,7 +363,7 @@ def _search_graph(
             interrupts.taken()
         best = run.incumbent.best or best
         given = simple if simple is not None and prefer == SIMPLEST else best
-    named = _named(given, graph, seed)
+    named = _named(given, graph, budget.seed)
     return SearchResult(
         graph=graph,
         plan=named.plan,
@@ -451,7 +386,7 @@ def _search_graph(
         stop_reason=reason,
         evaluations=run.evaluations,
         seconds=time.monotonic() - run.started,
-        fastest=_named(best, graph, seed) if best.step_time < given.step_time else None,
+        fastest=_named(best, graph, budget.seed) if best.step_time < given.step_time else None,
         headroom=wishes.room(cluster),
     )
 
@@ -468,7 +403,7 @@ def _of_baselines(run: SearchCourse, asked: Sequence[str]) -> dict[str, str]:
         if is_faster and known.plan.is_asynchronous:
             notes[f"{FASTER_NOTE}{name}"] = f"{known.timed_as}, {OTHERWISE}"
         elif is_faster and (lacks := run.incumbent.lacks(known.plan)):
-            notes[f"{FASTER_NOTE}{name}"] = f"give Options({', '.join(lacks)})"
+            notes[f"{FASTER_NOTE}{name}"] = f"give Space({', '.join(lacks)})"
     return notes
 
 
@@ -490,7 +425,7 @@ def _named(found: Simulation, graph: OperatorGraph, seed: int) -> Simulation:
 
 
 def _simplest(
-    run: SearchCourse, fastest: Simulation, budget: Budget, proved: float | None
+    run: SearchCourse, fastest: Simulation, budget: SettledBudget, proved: float | None
 ) -> Simulation:
     """The plan that treats like layers most alike, of those not told from the fastest.
 

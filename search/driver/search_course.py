@@ -10,14 +10,14 @@ import numpy as np
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.quick_bounds import Look
-from stratagem.searcher.driver.budget import Budget, StopReason, StopRules
+from stratagem.searcher.driver.budget import SettledBudget, StopReason, StopRules
 from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
 from stratagem.searcher.driver.improver import Improver, affordable
 from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE
 from stratagem.searcher.driver.skeleton_entries import (
     SkeletonEntry,
-    Space,
+    SkeletonList,
     begun_by,
     first_policies,
     in_turn,
@@ -82,15 +82,13 @@ class SearchCourse:
 
     def __init__(
         self,
-        space: Space,
-        budget: Budget,
-        seed: int,
-        num_threads: int | None,
+        space: SkeletonList,
+        budget: SettledBudget,
         show: ProgressReport,
         checkpoint: SearchCheckpoint,
     ) -> None:
-        self.space, self.budget, self.seed = space, budget, seed
-        self.num_threads, self._show, self._checkpoint = num_threads, show, checkpoint
+        self.space, self.budget = space, budget
+        self._show, self._checkpoint = show, checkpoint
         self.started = time.monotonic()
         self._shares = BudgetShares(self.started, budget.seconds)
         self.incumbent = Incumbent(space.constraints, space.options)
@@ -106,7 +104,7 @@ class SearchCourse:
             space.zero_stages,
             space.constraints,
             space.policies,
-            seed,
+            budget.seed,
             space.quick,
         )
         self._fewer = FewerDevices(space, lambda: self.incumbent.time)
@@ -125,17 +123,15 @@ class SearchCourse:
         schedules: Sequence[str],
         baselines: Sequence[str],
         start: Plan | None,
-        num_skeletons: int,
-        num_bounded: int | None,
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
         self._start_clock(schedules[0], baselines)
         large = self.space.num_operators >= SHARED_OPERATORS
         remake = remade, (Registered(), *self._sharpener.arguments)
-        others = worker_count(self.num_threads) if large else 0
+        others = worker_count(self.budget.threads) if large else 0
         with Workers(self._sharpener, *remake, others) as self._workers:
             try:
-                return self._go(listed, schedules, baselines, start, num_skeletons, num_bounded)
+                return self._go(listed, schedules, baselines, start)
             except OutOfTimeError:
                 return StopReason.SECONDS
             finally:
@@ -156,10 +152,9 @@ class SearchCourse:
         schedules: Sequence[str],
         baselines: Sequence[str],
         start: Plan | None,
-        num_skeletons: int,
-        num_bounded: int | None,
     ) -> StopReason:
         space, offer = self.space, self.incumbent.offer
+        num_skeletons = self.budget.skeletons
         space.unlisted_bound = 0.0
         # What may end the search before stages are planned is known first.
         ahead: Sequence[Candidate] | None = [] if self.budget.gap else None
@@ -204,8 +199,8 @@ class SearchCourse:
         refined = improver.refine(best_ranked, num_skeletons, self._shares.is_up)
         best_ranked = first_policies(refined)[:num_skeletons]
         weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
-        if num_bounded is not None:
-            weakest, work = num_bounded, np.inf
+        if self.budget.bounded is not None:
+            weakest, work = self.budget.bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
         idle = self._leave_idle(num_skeletons)
         self.report("refining pipelines", 0.3)
@@ -227,7 +222,7 @@ class SearchCourse:
         walked = improver.walk(
             begun_by(own, [*promising, *space.settled(num_skeletons)]),
             self.budget.evaluations,
-            self.seed,
+            self.budget.seed,
             self._shares.past(WALKED),
             self._spend,
         )
@@ -490,7 +485,7 @@ class SearchCourse:
             self._after_round,
             self._shares.is_up,
         )
-        looked = SkeletonChoices(self.seed, number, self.num_threads, watch)
+        looked = SkeletonChoices(self.budget.seed, number, self.budget.threads, watch)
         try:
             return looked.look(problem, starts, evaluations)
         finally:

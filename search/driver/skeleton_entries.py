@@ -29,6 +29,7 @@ from stratagem.searcher.space.skeletons import (
 from stratagem.searcher.space.strategies import known_strategies, with_recompute
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
@@ -102,14 +103,14 @@ class SkeletonEntry:
         return SkeletonRecord(self.skeleton, self.fate, self.bound, known, self.why)
 
 
-class Space:
+class SkeletonList:
     """All skeletons of a search, one entry for each recompute policy.
 
     Args:
         situation: model, cluster, training and prices.
-        options: of choices; its policies are tried one after the other.
+        options: of choices.
         zero_stages: of choices.
-        constraints: what plans may do.
+        constraints: what plans may do; their policies are tried one after the other.
         schedules: that pipelines may run under.
         forms: others, in which pipelines that are found may be tried (see `Form`).
     """
@@ -126,13 +127,8 @@ class Space:
         self.situation, self.options = situation, options
         self.zero_stages, self.constraints = zero_stages, constraints
         self.schedules, self.forms = schedules, forms
-        allowed = constraints.constraints.recompute
-        self.policies = tuple(p for p in options.recompute if allowed is None or p in allowed)
-        if not self.policies:
-            raise ValueError(
-                f"constraints allow the recompute policies {', '.join(allowed or ())}, but the "
-                f"options try {', '.join(options.recompute)}: name one of these"
-            )
+        allowed = constraints.constraints.recompute or RECOMPUTE_POLICIES
+        self.policies = tuple(policy for policy in RECOMPUTE_POLICIES if policy in allowed)
         self.entries: list[SkeletonEntry] = []
         self.quick = QuickBounds(
             situation, options, constraints.constraints.room(situation.cluster)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from stratagem.searcher.driver.incumbent import Incumbent
-from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space, first_policies
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList, first_policies
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_names, proposals
@@ -19,17 +19,16 @@ from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.situation import rank
-from stratagem.searcher.space.skeletons import Options, skeleton_of
+from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.sharding.choice import USUAL_TRIES
-from stratagem.simulator.sharding.choice_options import as_tried, tries_of
+from stratagem.simulator.sharding.choice_options import as_tried
 from stratagem.simulator.simulation.simulation import Simulation
 
 Result = TypeVar("Result")
 
 
 def entry_of(
-    start: Plan, space: Space, incumbent: Incumbent, notes: dict[str, str]
+    start: Plan, space: SkeletonList, incumbent: Incumbent, notes: dict[str, str]
 ) -> list[SkeletonEntry]:
     """The skeleton of a plan that somebody gave, with the plan as its start.
 
@@ -46,7 +45,7 @@ def entry_of(
         ValueError: it is a plan for another cluster, or none for this model.
     """
     situation = space.situation
-    start.check(start.rewrite(situation.graph).graph)
+    start.on(situation.graph)  # Refused where it is for another model.
     if start.training != situation.training:
         start = replace(start, training=situation.training)
         notes["the plan to start from"] = "taken with the training of the search"
@@ -69,27 +68,6 @@ def entry_of(
     return [space.take(space.skeleton_of(start), choices_of(simulation.plan), simulation)]
 
 
-def options_like(start: Plan | None) -> Options:
-    """What a search may do that is told nothing of that: the usual, and what its start does.
-
-    Example:
-        >>> options_like(None) == Options()
-        True
-    """
-    if start is None:
-        return Options()
-    return Options(
-        bucket_bytes=start.bucket_bytes,
-        inputs_first=start.inputs_first,
-        place=start.has_pins,
-        **{
-            name: tried
-            for name, tried in tries_of(choices_of(start).values()).items()
-            if tried != USUAL_TRIES[name]
-        },
-    )
-
-
 def not_chosen_for(plan: Plan, fingerprint: str) -> str:
     """Why a search of a graph does not choose for plans of a kind; empty if it does."""
     if plan.substitutions or plan.fingerprint != fingerprint:
@@ -99,7 +77,7 @@ def not_chosen_for(plan: Plan, fingerprint: str) -> str:
     return why_not_searched(plan.make_schedule())
 
 
-def _as_options_say(plan: Plan, space: Space) -> Plan:
+def _as_options_say(plan: Plan, space: SkeletonList) -> Plan:
     """A plan without what the options of the search do not allow."""
     options = space.options
     choices = {name: as_tried(choice, options) for name, choice in choices_of(plan).items()}
@@ -122,7 +100,7 @@ class KnownStrategies:
         shown: seconds of a step that was shown before its plan is taken; infinite without.
     """
 
-    def __init__(self, space: Space, incumbent: Incumbent, sharpener: Sharpener) -> None:
+    def __init__(self, space: SkeletonList, incumbent: Incumbent, sharpener: Sharpener) -> None:
         self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
         self.baselines: dict[str, Simulation] = {}
         self.searched: dict[str, Simulation] = {}

@@ -266,7 +266,7 @@ def _problem(situation: Situation, skeleton: Skeleton, zero_stages: tuple[int, .
         situation.costs,
         zero_stages,
         situation.memory,
-        Options(recompute=("none",)),
+        Options(),
     )
 
 

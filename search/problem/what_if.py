@@ -13,7 +13,8 @@ from stratagem.searcher.problem.priced_skeleton import problem_of, space_choices
 from stratagem.searcher.problem.replayed_plan import ReplayedPlan
 from stratagem.searcher.problem.simulated_plan import SimulatedPlan
 from stratagem.searcher.space.choices import choices_of
-from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, skeleton_of
+from stratagem.searcher.space.constraints import Space
+from stratagem.searcher.space.skeletons import ZERO_STAGES, skeleton_of
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import num_slices
@@ -61,7 +62,8 @@ class WhatIf:
         plan: for `graph`.
         graph: the model at its whole batch.
         costs: prices of operators; the device model of the plan's cluster when left out.
-        options: what other choices may have beside configs and ZeRO stages.
+        space: of which other choices are: its options, ZeRO stages and whatever it says of single
+            operators. What it says of whole plans (degrees, microbatches, memory) is not asked.
 
     Attributes:
         now: what the plan does with all that was accepted.
@@ -75,12 +77,11 @@ class WhatIf:
         plan: Plan,
         graph: OperatorGraph,
         costs: CostModel | None = None,
-        options: Options | None = None,
+        space: Space | None = None,
     ) -> None:
-        graph = plan.rewrite(graph).graph
-        plan.check(graph)
+        graph = plan.on(graph)
         self._graph, self._original = graph, plan
-        self._player = _player(plan, graph, costs_or_default(costs), options or Options())
+        self._player = _player(plan, graph, costs_or_default(costs), space or Space())
         self.now = WhatIfOutcome(*self._player.now)
         self._pending: WhatIfOutcome | None = None
 
@@ -145,17 +146,30 @@ class WhatIf:
 
 
 def _player(
-    plan: Plan, graph: OperatorGraph, costs: CostModel, options: Options
+    plan: Plan, graph: OperatorGraph, costs: CostModel, space: Space
 ) -> ReplayedPlan | SimulatedPlan:
     """What plays a checked plan and its changes."""
     skeleton, schedule = skeleton_of(plan), plan.make_schedule()
     small = graph.microbatch(plan.num_microbatches)
     own = choices_of(plan)
-    zero_stages: tuple[int, ...] = ZERO_STAGES
+    zero_stages = space.zero_stages or ZERO_STAGES
     if schedule.stashes_weights:
         check_stashing(plan, small, crossing_ties(plan.stage_of, small))
-        zero_stages = tuple(stage for stage in ZERO_STAGES if stage < 3)
-    listed = space_choices(graph, skeleton, zero_stages, options, own)
+        zero_stages = tuple(stage for stage in zero_stages if stage < 3)
+    listed = space_choices(graph, skeleton, zero_stages, space.options(plan), own)
+    bound = space.bind(graph)
+    if not bound.allows_all:
+        listed = tuple(
+            tuple(
+                choice
+                for choice in choices
+                if choice == own[operator.name]
+                or bound.allows(
+                    operator, choice, plan.stages[plan.stage_of[operator.name]].mesh, plan.cluster
+                )
+            )
+            for operator, choices in zip(small.operators, listed, strict=True)
+        )
     if plan.is_mirrored or num_slices(plan.token_slices) > 1 or plan.has_pins:
         return SimulatedPlan(plan, graph, costs, listed)
     priced = price_pipeline(pipeline_of(plan), small, listed, Prices(costs))

@@ -94,7 +94,7 @@ def search_sizes(
         >>> cluster = replace(Cluster.preset("dgx-a100"), node_price_per_hour=30.0)
         >>> sizes = search_sizes(
         ...     mlp([64, 64], batch=64), cluster, [1, 2], objective="money",
-        ...     budget=Budget(evaluations=0), num_bounded=0,
+        ...     budget=Budget(evaluations=0, bounded=0),
         ... )
         >>> sizes.best.plan.cluster.num_nodes
         1

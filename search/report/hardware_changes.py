@@ -8,9 +8,8 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import ProgressReport as Progress
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import searched_schedules
-from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.tables import Table, Unit, Value
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.hardware.cluster import Cluster, Link
@@ -26,8 +25,7 @@ def hardware_changes(
     costs: CostModel,
     *,
     budget: Budget,
-    options: Options | None = None,
-    constraints: Constraints | None = None,
+    space: Space | None = None,
     progress: Progress | None = None,
 ) -> Table:
     """The step with faster links and with one node more, and how each was found out.
@@ -36,8 +34,7 @@ def hardware_changes(
         result: of the search.
         costs: prices of operators, those of the search.
         budget: of the search on one node more.
-        options: those of the search.
-        constraints: those of the search.
+        space: that of the search.
         progress: called often with a `Progress`.
     """
     ours = result.simulation.step_time
@@ -45,7 +42,7 @@ def hardware_changes(
     for what, cluster, links in _faster(result.plan.cluster):
         step = _on(result, cluster, costs)
         rows.append((what, step, step / ours - 1.0, f"the same plan simulated with {links}"))
-    rows.append(_one_node_more(result, costs, budget, options, constraints, progress))
+    rows.append(_one_node_more(result, costs, budget, space, progress))
     columns = {
         "what if": Unit.TEXT,
         "step": Unit.SECONDS,
@@ -101,14 +98,13 @@ def _one_node_more(
     result: SearchResult,
     costs: CostModel,
     budget: Budget,
-    options: Options | None,
-    constraints: Constraints | None,
+    space: Space | None,
     progress: Progress | None,
 ) -> tuple[Value, ...]:
     plan, ours = result.plan, result.simulation.step_time
     cluster = plan.cluster.resized(num_nodes=plan.cluster.num_nodes + 1)
     what = f"one node more ({cluster.num_nodes} nodes, {cluster.num_devices} devices)"
-    given = constraints or Constraints(headroom=result.headroom or 0.0)
+    given = space or Space(headroom=result.headroom or 0.0)
     if given.schedules is None and plan.schedule in searched_schedules():
         given = replace(given, schedules=(plan.schedule,))
     # Most of such a search is looking at pipelines of other depths, so they come last.
@@ -118,14 +114,10 @@ def _one_node_more(
             found = search(
                 result.graph,
                 cluster,
+                space=wishes,
                 costs=costs,
                 training=plan.training,
-                budget=budget,
-                seed=plan.seed,
-                num_skeletons=1,
-                num_bounded=0,
-                options=options,
-                constraints=wishes,
+                budget=replace(budget, skeletons=1, bounded=0, seed=plan.seed),
                 baselines=(),
                 prefer="fastest" if result.fastest is None else "simplest",
                 progress=progress,

@@ -15,8 +15,7 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search_course import ProgressReport as Progress
 from stratagem.searcher.report.hardware_changes import hardware_changes
 from stratagem.searcher.report.page_content import page_content
-from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.skeletons import Options
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.base.files import write_text
 from stratagem.simulator.drawing.plan_picture import plan_picture
 from stratagem.simulator.kernel_times.cost_model import CostModel
@@ -34,8 +33,7 @@ def report(
     path: str | Path,
     *,
     costs: CostModel | None = None,
-    options: Options | None = None,
-    constraints: Constraints | None = None,
+    space: Space | None = None,
     budget: Budget = QUICK,
     progress: Progress | None = None,
 ) -> None:
@@ -53,8 +51,7 @@ def report(
         result: of `search`.
         path: of the page. It appears whole or not at all.
         costs: prices of operators, those of the search; the device model when left out.
-        options: those of the search, for the search on one node more.
-        constraints: likewise.
+        space: that of the search, for the search on one node more.
         budget: of the search on one node more; 0 evaluations compare known strategies only.
         progress: called often with a `Progress`.
 
@@ -65,8 +62,7 @@ def report(
         result,
         costs_or_default(costs),
         budget=budget,
-        options=options,
-        constraints=constraints,
+        space=space,
         progress=progress,
     )
     content = page_content(result, changes, __version__)

@@ -16,7 +16,7 @@ from stratagem.searcher.semi_automatic.annotation_rules import (
     rule_of_dim,
 )
 from stratagem.searcher.space.choices import Choices
-from stratagem.searcher.space.constraints import Constraints, Rule
+from stratagem.searcher.space.constraints import Rule, Space
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import with_recompute
@@ -78,7 +78,7 @@ class Annotated:
         ... })
         >>> done
         <Annotated plan of 'mlp': 1 annotation on data 8, 2 shardings inferred>
-        >>> print(done.constraints.describe())
+        >>> print(done.space.describe())
         pipeline=1, rules=(Rule(name='the annotated mesh'), Rule(name='layers.0: data → sample'))
 
     Attributes:
@@ -86,7 +86,7 @@ class Annotated:
         graph: the model, whole.
         asking: what the user said.
         inferred: what followed from which annotation; nothing from a layout, which says all.
-        constraints: that the annotated tensors lie so, on such a mesh of all devices and so in one
+        space: that the annotated tensors lie so, on such a mesh of all devices and so in one
             stage; for `search`.
     """
 
@@ -94,7 +94,7 @@ class Annotated:
     graph: OperatorGraph
     asking: Asking
     inferred: tuple[Inferred, ...]
-    constraints: Constraints
+    space: Space
 
     @property
     def table(self) -> Table:
@@ -131,7 +131,7 @@ def annotate(
     """Complete a plan from how a few tensors lie (GSPMD), or from named dims (Mesh-TensorFlow).
 
     The plan runs the whole model as one stage on all devices. It is a plan as any other; under its
-    `constraints` a search betters what was left open, and `annotation_regret` says what the
+    `space` a search betters what was left open, and `annotation_regret` says what the
     annotations cost.
 
     Example: data parallelism with the tensor parallelism of Megatron-LM, said of three tensors.
@@ -184,7 +184,7 @@ def annotate(
 def complete_plan(
     graph: OperatorGraph, cluster: Cluster, asking: Asking, training: Training
 ) -> Annotated:
-    """The plan and the constraints of what a user said; with nothing said, all is whole."""
+    """The plan and the space of what a user said; with nothing said, all is whole."""
     mesh = _mesh(cluster, asking.axes)
     one = graph.microbatch(asking.microbatches)
     tensors = _matched(one, asking.annotations)
@@ -205,7 +205,7 @@ def complete_plan(
         f"annotated on {_in_words(asking.axes)}", situation, mesh, recomputed, asking.microbatches
     )
     rules = _rules(one, asking, tensors, choices)
-    return Annotated(plan, graph, asking, inferred, Constraints(pipeline=1, rules=rules))
+    return Annotated(plan, graph, asking, inferred, Space(pipeline=1, rules=rules))
 
 
 def _mesh(cluster: Cluster, axes: Mapping[str, int]) -> DeviceMesh:

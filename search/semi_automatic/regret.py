@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.semi_automatic.annotated_plans import Annotated, complete_plan
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.pricing.row_memory import RowMemory
@@ -100,7 +101,9 @@ class AnnotationRegret:
         return result.simulation.step_time
 
 
-def annotation_regret(annotated: Annotated, **arguments: Any) -> AnnotationRegret:
+def annotation_regret(
+    annotated: Annotated, *, space: Space | None = None, **arguments: Any
+) -> AnnotationRegret:
     """Search under annotations, without them, and without each of them, and compare.
 
     One search for every annotation (a pattern is one) and two more. Each starts from the plan that
@@ -120,40 +123,49 @@ def annotation_regret(annotated: Annotated, **arguments: Any) -> AnnotationRegre
 
     Args:
         annotated: of `annotate`.
-        arguments: of `search`, but the graph, the cluster, training, a start and constraints.
+        space: what may be searched beside what the annotations say.
+        arguments: others of `search`, but the graph, the cluster, training and a start.
 
     Raises:
         ValueError: as `search` does, or where an argument is one of these.
     """
-    for name in ("start", "constraints", "training"):
+    for name in ("start", "training"):
         if name in arguments:
             raise ValueError(
                 f"annotation_regret was given {name}, which follows from the annotations; leave "
                 "it out"
             )
     arguments = {"memory": RowMemory(), **arguments}  # Much is priced by each of the searches.
-    held = _searched(annotated, arguments)
+    space = space or Space()
+    held = _searched(annotated, space, arguments)
     plan, asking = annotated.plan, annotated.asking
     without: dict[str, SearchResult] = {}
     for name in asking.names if len(asking.names) > 1 else ():
         fewer = complete_plan(annotated.graph, plan.cluster, asking.without(name), plan.training)
-        found = _searched(fewer, arguments)
+        found = _searched(fewer, space, arguments)
         # A plan under all of them is one under fewer.
         without[name] = min(held, found, key=lambda result: result.simulation.step_time)
     free = search(
-        annotated.graph, plan.cluster, training=plan.training, start=held.plan, **arguments
+        annotated.graph,
+        plan.cluster,
+        space=space,
+        training=plan.training,
+        start=held.plan,
+        **arguments,
     )
     if len(asking.names) == 1:
         without = {asking.names[0]: free}
     return AnnotationRegret(held, free, without)
 
 
-def _searched(annotated: Annotated, arguments: Mapping[str, Any]) -> SearchResult:
+def _searched(annotated: Annotated, space: Space, arguments: Mapping[str, Any]) -> SearchResult:
+    """The best plan under annotations, which say that all is one stage."""
+    said = annotated.space
     return search(
         annotated.graph,
         annotated.plan.cluster,
         training=annotated.plan.training,
         start=annotated.plan,
-        constraints=annotated.constraints,
+        space=replace(space, pipeline=said.pipeline, rules=(*space.rules, *said.rules)),
         **arguments,
     )

@@ -6,10 +6,13 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.skeletons import (
+    ZERO_STAGES,
+    Options,
     Skeleton,
     followed_policy,
     recomputed_by,
@@ -17,6 +20,7 @@ from stratagem.searcher.space.skeletons import (
 )
 from stratagem.searcher.space.strategies import warn_of_whole
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.graph.checkpoint_segments import check_policy
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Pin, Shard
 from stratagem.simulator.hardware.cluster import Cluster
@@ -24,14 +28,16 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.hardware.headroom import MEASURED, Headroom, headroom_of
 from stratagem.simulator.operators.operator import DimKind, Operator
 from stratagem.simulator.plan.plan import Plan
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, TriedOptions
+from stratagem.simulator.sharding.choice_options import tries_of
 from stratagem.simulator.sharding.parameter_homes import zero_stages_of
 from stratagem.simulator.simulation.simulation import Simulation
 
-T = TypeVar("T")
-
 AXES = ("node", "device", "outer", "inner", "data", "tensor")
 """What the meshes of the search call their axes (see `Constraints`)."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Rule:
             raise ValueError(f"rule {self.name!r} says nothing; give it choices or skeletons")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Constraints:
     """Conditions on every plan that a search may return.
 
@@ -78,7 +84,8 @@ class Constraints:
     devices is both. Other axes are named as the meshes of the search name them: a node may be cut
     into ``outer`` and ``inner``, all devices into ``data`` and ``tensor``. Dims are logical dims
     (`literature.logical_dims`, such as ``batch``, ``heads``, ``vocab``) or dims of operators
-    (``out``).
+    (``out``). Of ZeRO stages, microbatches, schedules and policies one alone stands for itself,
+    and a list for a tuple.
 
     Attributes:
         pin: configs by operator, or by a pattern such as ``layers.*.attention``: those operators
@@ -90,12 +97,15 @@ class Constraints:
         pipeline: number of pipeline ranks; `max_pipeline` the most.
         tensor: into how many parts dims other than the samples cut an operator, at the most of
             all operators; `max_tensor` the most. Experts count.
-        zero_stages: ZeRO stages that parameters may have.
+        zero_stages: ZeRO stages that parameters may have, of 0, 1, 2 and 3.
         microbatches: numbers of microbatches that may be tried.
-        schedules: schedules of pipelines that may be tried; ``"terapipe"``, ``"chimera"`` beside
-            one that is searched (see `Form`).
+        schedules: that pipelines may have, one or several of ``"1f1b"``, ``"gpipe"``,
+            ``"interleaved"`` and ``"zb-h1"``; with ``"terapipe"`` or ``"chimera"`` beside these
+            the best pipelines are tried with sliced tokens, or in two directions (see `Form`).
+            When left out 1F1B is searched, and baselines may have others; a forward pass has
+            ``"gpipe"`` only.
         recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the
-            letter.
+            letter. When left out all are tried, and operators may be recomputed beside them.
         headroom: what of each device's memory must stay free: a share, a `Headroom`, or
             ``"measured"``, as it is unless told: what measured runs lacked beside what was
             predicted (see `simulator.hardware.headroom`). 0 lets plans fill the memory.
@@ -103,7 +113,8 @@ class Constraints:
 
     Raises:
         ValueError: a degree below 1, both a fixed degree and a limit under it, a pair that is both
-            forbidden and required, a headroom outside [0, 1), or two rules with one name.
+            forbidden and required, a headroom outside [0, 1), two rules with one name, a ZeRO
+            stage or policy that there is not, or an empty list.
     """
 
     pin: Mapping[str, Config] = field(default_factory=dict)
@@ -154,29 +165,18 @@ class Constraints:
                 "name of its own"
             )
         for name in ("zero_stages", "microbatches", "schedules", "recompute"):
-            if getattr(self, name) == ():
-                raise ValueError(f"constraints: {name} allows nothing; name at least one")
-
-    def also(
-        self,
-        *,
-        schedules: Sequence[str] | None = None,
-        zero_stages: Sequence[int] | None = None,
-    ) -> Constraints:
-        """These constraints and further ones: what both allow.
-
-        Example:
-            >>> Constraints(zero_stages=(1, 3)).also(zero_stages=(0, 1)).zero_stages
-            (1,)
-
-        Raises:
-            ValueError: when nothing is allowed by both; names both.
-        """
-        return replace(
-            self,
-            schedules=_both("schedule", schedules, self.schedules),
-            zero_stages=_both("zero_stages", zero_stages, self.zero_stages),
-        )
+            if (given := getattr(self, name)) is not None:
+                listed = (given,) if isinstance(given, int | str) else tuple(given)
+                if not listed:
+                    raise ValueError(f"constraints: {name} allows nothing; name at least one")
+                object.__setattr__(self, name, listed)
+        if unknown_stages := set(self.zero_stages or ()) - set(ZERO_STAGES):
+            raise ValueError(
+                f"constraints: zero_stages are {self.zero_stages}, of which there is no "
+                f"{min(unknown_stages)}: name some of 0, 1, 2 and 3"
+            )
+        for policy in self.recompute or ():
+            check_policy(policy)
 
     def room(self, cluster: Cluster) -> Headroom:
         """What of each device's memory of a cluster must stay free.
@@ -189,7 +189,7 @@ class Constraints:
 
     def describe(self) -> str:
         """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
-        plain = Constraints()
+        plain = type(self)()
         told = [
             f"{each.name}={getattr(self, each.name)!r}"
             for each in fields(self)
@@ -241,6 +241,71 @@ class Constraints:
             )
         if self.tensor is not None:
             warn_of_whole(graph, self.tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space(TriedOptions, Constraints):
+    """What a search may do, and what its plans must meet.
+
+    Example:
+        >>> Space(schedules="zb-h1", max_tensor=4, chunks=(1, 4), zero_stages=[0, 1])
+        Space(max_tensor=4, zero_stages=(0, 1), schedules=('zb-h1',), chunks=(1, 4))
+
+    Conditions on plans are said as in `Constraints`, and which options of choices are tried as in
+    `TriedOptions`; what the plan to start from does is tried, too, unless told otherwise.
+
+    Attributes:
+        regather: as in `TriedOptions`, and tried unless told otherwise: Megatron-LM's sequence
+            parallelism needs it, and it costs nothing but where memory is short.
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded; as the
+            plan to start from has it when left out, without one by operator (0).
+        inputs_first: gradients of weights run beside the conversion of those of inputs (see
+            `Plan`); likewise.
+        place: whether operators of the best plans are tried on parts of their meshes, where those
+            on other parts run at the same time (see `Pin`).
+        start_options: whether options of choices that the plan to start from has are tried, too,
+            said or not.
+        rewrites: how many graphs are searched as well that compute the same, those that algebraic
+            substitutions make best of (see `graph_rewrites`); evaluations and seconds of the
+            budget are shared.
+
+    Raises:
+        ValueError: what `Constraints` and `Options` refuse, or a negative number of rewrites.
+    """
+
+    regather: bool = True
+    bucket_bytes: int | None = None
+    inputs_first: bool | None = None
+    place: bool = False
+    start_options: bool = True
+    rewrites: int = 0
+
+    def __post_init__(self) -> None:
+        Constraints.__post_init__(self)
+        self.options()
+        if self.rewrites < 0:
+            raise ValueError(f"rewrites is {self.rewrites}; search 0 or more rewritten graphs")
+
+    def options(self, start: Plan | None = None) -> Options:
+        """What is tried beside configs and ZeRO stages, with what a plan to start from does.
+
+        Example:
+            >>> Space(fuse=True).options() == Options(fuse=True)
+            True
+        """
+        said = {each.name: getattr(self, each.name) for each in fields(TriedOptions)}
+        like = start if self.start_options else None
+        does = {} if like is None else tries_of(choices_of(like).values())
+        return Options(
+            **{name: _either(given, does.get(name, given)) for name, given in said.items()},
+            bucket_bytes=_said(self.bucket_bytes, 0 if like is None else like.bucket_bytes),
+            inputs_first=_said(self.inputs_first, like is not None and like.inputs_first),
+            place=self.place or (start is not None and start.has_pins),
+        )
+
+    def __repr__(self) -> str:
+        told = self.describe()
+        return f"Space({'' if told == '(none)' else told})"
 
 
 class BoundConstraints:
@@ -386,19 +451,13 @@ class BoundConstraints:
         return found
 
 
-def _both(
-    name: str, given: Sequence[T] | None, allowed: tuple[T, ...] | None
-) -> tuple[T, ...] | None:
-    """What an argument and the constraints allow; None where neither says anything."""
-    if given is None or allowed is None:
-        return allowed if given is None else tuple(given)
-    both = tuple(each for each in given if each in allowed)
-    if not both:
-        raise ValueError(
-            f"search: {name} asks for {_listed(given)}, but the constraints allow "
-            f"{_listed(allowed)} only; say it in one of them, or name what both allow"
-        )
-    return both
+def _said(given: T | None, usual: T) -> T:
+    return usual if given is None else given
+
+
+def _either(said: Any, does: Any) -> Any:
+    """What either of two tries: numbers of both, or whether one says so."""
+    return tuple(sorted({*said, *does})) if isinstance(said, tuple) else said or does
 
 
 def _listed(values: Sequence[object]) -> str:

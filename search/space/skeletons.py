@@ -24,8 +24,6 @@ from stratagem.searcher.space.schedule_traits import (
 from stratagem.searcher.space.stage_cuts import StageCutter
 from stratagem.simulator.base.units import format_numbers
 from stratagem.simulator.graph.checkpoint_segments import (
-    RECOMPUTE_POLICIES,
-    check_policy,
     recomputed_operators,
 )
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -94,8 +92,6 @@ class Options(TriedOptions):
     Attributes:
         regather: as in `TriedOptions`, and tried unless told otherwise: Megatron-LM's sequence
             parallelism needs it, and it costs nothing but where memory is short.
-        recompute: policies tried one after the other until a plan fits (see
-            `checkpoint_segments`); without ``"none"`` every stage follows one of these.
         bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded.
         inputs_first: gradients of weights run beside the conversion of those of inputs (see
             `Plan`).
@@ -103,22 +99,16 @@ class Options(TriedOptions):
             on other parts run at the same time (see `Pin`).
 
     Raises:
-        ValueError: on an unknown policy, none at all, a negative size, or what `TriedOptions`
-            refuse.
+        ValueError: on a negative size, or what `TriedOptions` refuse.
     """
 
     regather: bool = True
-    recompute: tuple[str, ...] = RECOMPUTE_POLICIES
     bucket_bytes: int = 0
     inputs_first: bool = False
     place: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for policy in self.recompute:
-            check_policy(policy)
-        if not self.recompute:
-            raise ValueError("recompute lists no policy: give at least one, such as 'none'")
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more")
 

@@ -259,6 +259,16 @@ class Plan(SavedValue):
                 f"{len(self.substitutions)} substitutions, one of which does not fit: {error}"
             ) from error
 
+    def on(self, graph: OperatorGraph) -> OperatorGraph:
+        """What the plan runs of a model: its graph, rewritten as the plan says, and checked.
+
+        Raises:
+            ValueError: the plan is not for `graph` (see `rewrite` and `check`).
+        """
+        rewritten = self.rewrite(graph).graph
+        self.check(rewritten)
+        return rewritten
+
     def check(self, graph: OperatorGraph) -> None:
         """Refuse a plan that is not for `graph`, rewritten by its substitutions if it has some.
 

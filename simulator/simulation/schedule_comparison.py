@@ -104,14 +104,13 @@ def compare_schedules(
             "devices: schedules are compared for pipelines of at least 2 stages, each on devices "
             "of its own"
         )
-    graph = plan.rewrite(graph).graph
+    graph = plan.on(graph)
     if graph.is_forward:
         raise ValueError(
             f"plan {plan.name!r} is of the forward pass {graph.name!r}, which has one schedule: "
             "there is nothing to compare; schedules differ in when they go back"
         )
     memory = memory or RowMemory()
-    plan.check(graph)
     plain = replace(plan, schedule=DEFAULT_SCHEDULE, token_slices=1, orders=())
     model = plan_model(plain, graph, costs, memory)
     times = _whole_times(model)

@@ -357,8 +357,7 @@ def simulate_plan(
     Raises:
         ValueError: when the plan is not for `graph` (see `Plan.check`).
     """
-    graph = plan.rewrite(graph).graph
-    plan.check(graph)
+    graph = plan.on(graph)
     return simulate_model(plan_model(plan, graph, costs, memory))
 
 

@@ -384,7 +384,7 @@ def test_formats_by_which_nothing_is_lost(zero: int, tensor: int) -> None:
 
 def test_a_search_says_which_formats_lose_nothing() -> None:
     pair = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
-    quick = {"budget": sg.Budget(0), "num_bounded": 0, "baselines": (), "progress": False}
+    quick = {"budget": sg.Budget(0, bounded=0), "baselines": (), "progress": False}
     found = sg.search(graph_of("gpt"), pair, **quick)
     assert found.exports == lossless_exports(found.plan, found.graph)
     said = {

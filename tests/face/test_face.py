@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import collections.abc
+import importlib
 import inspect
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem.calibration.profile_space import space_operators
@@ -228,3 +234,43 @@ def test_compare_lays_times_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").stat().st_size > 1000
     compared.save_trace(tmp_path / "step.json.gz")
     assert (tmp_path / "step.json.gz").stat().st_size > 50
+
+
+def test_what_arguments_ask_for_is_public() -> None:
+    """What a caller makes to give it to a verb is reached from `sg`."""
+    public = {getattr(sg, name) for name in NAMES}
+    for module in filter(inspect.ismodule, tuple(public)):
+        public |= {getattr(module, name) for name in module.__all__}
+    verbs = [value for value in public if inspect.isfunction(value)]
+    made = [sg.Space, sg.Budget, sg.Choice, sg.Plan, sg.Stage, sg.Training, sg.Cluster, sg.Rule]
+    asked = {each for value in (*verbs, *made) for each in _argument_types(value)}
+    assert {each.__name__ for each in asked - public} <= OF_FILES_AND_RULES
+
+
+OF_FILES_AND_RULES = {
+    *("CostModel", "Timed", "MemoryTimeline", "StepPath"),  # answers that are handed on
+    *("Annotated", "Prediction", "Substituted", "Calibration"),
+    *("Operator", "Skeleton", "Parameter"),  # what a rule and a schedule are called with
+}
+"""Types of arguments that no caller makes: another verb's answer, or what a function is given."""
+
+
+def _argument_types(value: object) -> Iterator[type]:
+    """Our own classes that the parameters of a function or of a class have in their hints."""
+    home = inspect.getmodule(value)
+    assert home is not None
+    names = {**vars(typing), **vars(collections.abc), "torch": torch, **vars(home)}
+    for node in ast.walk(ast.parse(inspect.getsource(home))):  # also under TYPE_CHECKING
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stratagem"):
+            there = importlib.import_module(node.module or "")
+            names |= {each.name: getattr(there, each.name, None) for each in node.names}
+    for name, hint in typing.get_type_hints(value, names).items():
+        if name != "return" and not name.startswith("_"):
+            yield from (each for each in _parts(hint) if each.__module__.startswith("stratagem"))
+
+
+def _parts(hint: object) -> Iterator[type]:
+    if isinstance(hint, type):
+        yield hint
+    for each in hint if isinstance(hint, list) else typing.get_args(hint):
+        yield from _parts(each)

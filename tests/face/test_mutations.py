@@ -102,7 +102,7 @@ def _forecast_shown(path: Path) -> object:
 
 
 def _found(folder: Path) -> bytes:
-    quick = {"budget": sg.Budget(0), "num_bounded": 0, "progress": False}
+    quick = {"budget": sg.Budget(0, bounded=0), "progress": False}
     two = replace(CLUSTER, devices_per_node=2)
     return sg.search(GRAPH, two, **quick).to_json().encode()
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
+from stratagem.executor.results.verdict import Verdict
 from stratagem.face.notebook import DRAWN
 from stratagem.profiler import Measurement, TimingKey
 from stratagem.profiler.cache.timing_keys import TimingEntry, update_key
@@ -51,7 +52,7 @@ RUN = sg.ExecutionResult(
     peak_bytes=(5 << 20, 3 << 20),
     wall_times=(0.02, 0.03),
     reference_s=(4.1e-5, 5e-5),
-    verdict=sg.Verdict({"loss": 1e-7}, {"loss": 1e-4}),
+    verdict=Verdict({"loss": 1e-7}, {"loss": 1e-4}),
 )
 
 
@@ -85,7 +86,7 @@ def forecast() -> sg.RunForecast:
 @cache
 def found() -> sg.SearchResult:
     two = replace(CLUSTER, devices_per_node=2)
-    return sg.search(GRAPH, two, budget=sg.Budget(0), num_bounded=0, progress=False)
+    return sg.search(GRAPH, two, budget=sg.Budget(0, bounded=0), progress=False)
 
 
 VALUES: dict[str, Callable[[], SavedValue]] = {
@@ -317,7 +318,7 @@ def test_a_loaded_run_says_that_it_has_no_parameters() -> None:
 
 def test_losses_that_are_no_numbers_are_kept_and_the_file_is_json() -> None:
     """Python's own writer says NaN, which no other reader of JSON takes."""
-    verdict = sg.Verdict({"loss": math.nan}, {"loss": 1e-4})
+    verdict = Verdict({"loss": math.nan}, {"loss": 1e-4})
     run = replace(RUN, losses=(2.0, math.nan, math.inf), verdict=verdict)
 
     def refuse(constant: str) -> None:

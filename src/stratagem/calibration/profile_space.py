@@ -311,8 +311,7 @@ def planned_operators(graph: OperatorGraph, plan: Plan) -> list[Local]:
     Raises:
         ValueError: when the plan is not for this graph, or its devices cannot be profiled here.
     """
-    graph = plan.rewrite(graph).graph
-    plan.check(graph)
+    graph = plan.on(graph)
     device, _ = device_here(plan.cluster)
     plan, graphs = pass_graphs(plan, graph)
     share: dict[str, float] = defaultdict(float)

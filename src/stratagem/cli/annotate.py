@@ -78,7 +78,7 @@ def annotate(
             plan.cluster,
             training=training,
             start=plan,
-            constraints=done.constraints,
+            space=done.space,
             budget=budget,
             draws=0,
             progress=not as_json,

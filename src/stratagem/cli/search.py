@@ -37,17 +37,15 @@ from stratagem.cli.shared.rich_tables import result_table, strategy_table
 from stratagem.cli.shared.simulations import costs_for, show_simulation, simulation_facts
 from stratagem.cli.shared.tried_options import takes_tried_options
 from stratagem.face import verbs
-from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.budget import EVALUATIONS, Budget
 from stratagem.searcher.driver.result import FITTING, SearchResult
 from stratagem.searcher.driver.search import PREFERENCES
 from stratagem.searcher.improvement.simpler_plans import variety
 from stratagem.searcher.methods.simple_strategies import with_experts
 from stratagem.searcher.robustness.robust_choice import DRAWS, FOUND
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import formed_schedules, searched_schedules
-from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.base.files import check_place
-from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.hardware.headroom import MEASURED
 from stratagem.simulator.plan.plan import Plan
 
@@ -77,8 +75,8 @@ def search(
         typer.Option("--place", help="try operators on parts of the meshes of the best plans"),
     ] = False,
     bucket_mib: Annotated[
-        float, typer.Option(help="reduce gradients in buckets of at least so many MiB")
-    ] = 0.0,
+        float | None, typer.Option(help="reduce gradients in buckets of at least so many MiB")
+    ] = None,
     tensor: Annotated[
         int | None, typer.Option(help="tensor-parallel ways at most (experts count)")
     ] = None,
@@ -131,7 +129,7 @@ def search(
     ] = False,
     evaluations: Annotated[
         int | None,
-        typer.Option(help=f"plans to evaluate: {Budget.evaluations:,} when left out"),
+        typer.Option(help=f"plans to evaluate: {EVALUATIONS:,} when left out"),
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="stop after so long")] = None,
     gap: Annotated[
@@ -168,13 +166,12 @@ def search(
     training = training_of(precision, optimizer, begun, expert_loads)
     graph, place = load_graph(model), load_cluster(cluster, nodes, devices)
     costs = costs_for(graph, place, training, measure)
-    options = Options(
-        recompute=tuple(recompute or RECOMPUTE_POLICIES),
+    allowed = Space(
+        schedules=tuple(schedule) if schedule else None,
+        recompute=tuple(recompute) if recompute else None,
         place=on_parts,
-        bucket_bytes=round(bucket_mib * 2**20),
-        **tried,
-    )
-    constraints = Constraints(
+        bucket_bytes=None if bucket_mib is None else round(bucket_mib * 2**20),
+        rewrites=rewrite,
         max_tensor=tensor,
         pipeline=pipeline,
         zero_stages=tuple(zero) if zero else None,
@@ -182,21 +179,18 @@ def search(
         forbid=_dims_on_axes("--forbid", forbid),
         require=_dims_on_axes("--require", require),
         headroom=_headroom(headroom),
+        **tried,
     )
     result = verbs.search(
         graph,
         place,
+        space=allowed,
         costs=costs,
         training=training,
-        budget=_budget(evaluations, seconds, gap),
-        seed=seed,
-        schedule=schedule,
-        options=options,
-        constraints=constraints,
+        budget=Budget(evaluations, seconds, gap, seed=seed),
         baselines=compare_with,
         start=begun,
         checkpoint=checkpoint,
-        num_rewritten=rewrite,
         prefer=prefer,
         draws=draws,
     )
@@ -205,7 +199,7 @@ def search(
     _show(say, result, space)
     show_simulation(say, result.simulation, graph, plot, trace)
     if report is not None:
-        verbs.report(result, report, costs=costs, options=options, constraints=constraints)
+        verbs.report(result, report, costs=costs, space=allowed)
     say.print()
     say_written(say, report, out)
     if as_json:
@@ -286,14 +280,6 @@ def _headroom(given: str) -> float | str:
         raise ValueError(
             f"--headroom {given!r}: write a share of the memory, such as 0.1, or {MEASURED}"
         ) from None
-
-
-def _budget(evaluations: int | None, seconds: float | None, gap: float | None) -> Budget | None:
-    """What a search may spend; none where nothing is said of it."""
-    if evaluations is None and seconds is None and gap is None:
-        return None
-    spend = Budget.evaluations if evaluations is None else evaluations
-    return Budget(spend, seconds, gap or 0.0)
 
 
 def _dims_on_axes(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:

@@ -250,8 +250,7 @@ def schedules(
     Example: stratagem schedules pipeline.json examples.gpt2:build
     """
     loaded, graph = Plan.load(plan), load_graph(model)
-    graph = loaded.rewrite(graph).graph
-    loaded.check(graph)
+    graph = loaded.on(graph)
     costs = costs_for(graph, loaded.cluster, loaded.training, measure)
     table = verbs.compare_schedules(loaded, graph, costs, token_slices=slices)
     say = speaker(as_json)

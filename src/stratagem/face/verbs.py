@@ -24,8 +24,7 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.robustness.robust_choice import DRAWS
-from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.skeletons import Options
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -56,21 +55,13 @@ def search(
     graph: OperatorGraph,
     cluster: Cluster,
     *,
+    space: Space | None = None,
     costs: CostModel | None = None,
     training: Training | None = None,
     budget: Budget | None = None,
-    seed: int = 0,
-    schedule: str | Sequence[str] | None = None,
-    zero_stages: Sequence[int] | None = None,
-    num_skeletons: int = 4,
-    num_bounded: int | None = None,
-    options: Options | None = None,
-    constraints: Constraints | None = None,
     baselines: Sequence[str] | None = None,
     start: Plan | None = None,
     checkpoint: str | Path | None = None,
-    num_threads: int | None = None,
-    num_rewritten: int = 0,
     prefer: str = "simplest",
     draws: int = DRAWS,
     progress: bool | Callable[[SearchProgress], None] = True,
@@ -89,33 +80,21 @@ def search(
     Args:
         graph: the model at its whole batch, from `capture`.
         cluster: where it is to run; all its devices are used.
+        space: what may be searched (schedules, ZeRO stages, recomputing, overlap in pieces,
+            fusion, gradient buckets) and what the plan must meet (degrees, pins, memory); see
+            `Space`.
         costs: prices of operators, such as those of `profile`; the device model of the cluster
             when left out.
         training: precision and optimizer; those of `start` when left out, without one float32 and
             Adam, as models are captured. (A `TrainingSetup` takes bfloat16, as the runs that it
             states do.)
-        budget: evaluations to spend, and perhaps seconds. When left out, the search ends where
-            what could still be gained is proved to be less than predictions tell apart (5 %).
-        seed: of every random number; equal arguments give equal plans.
-        schedule: that a pipeline may have, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"``: the same as `Constraints.schedules`. When left out
-            1F1B is searched, and baselines may have others. With ``"terapipe"`` or ``"chimera"``
-            beside these the best pipelines are tried with sliced tokens, or in two directions.
-        zero_stages: that an operator's parameters may have: the same as
-            `Constraints.zero_stages`; all when left out.
-        num_skeletons: how many of the best skeletons are searched: stages, meshes, microbatches.
-        num_bounded: of how many, beside the best, lower bounds are sharpened before, the weakest
-            first, for the certificate; fewer of larger models when left out.
-        options: recomputing, overlap in pieces, fusion, gradient buckets; see `Options`. When left
-            out, what the plan to start from does.
-        constraints: what the plan must meet; see `Constraints`.
+        budget: what may be spent: evaluations, seconds, threads; see `Budget`. When left out, the
+            search ends where what could still be gained is proved to be less than predictions
+            tell apart (5 %). Equal arguments give equal plans.
         baselines: methods to compare with, such as ``["Alpa", "FlexFlow"]``; see
             `stratagem.searcher.methods.registry.METHODS`.
         start: a plan, perhaps edited, to go on from.
         checkpoint: a file in which finished parts are kept; an equal call goes on from it.
-        num_threads: chains that run at once, and processes for the rest of searches of large
-            models; all cores when left out. The plan is the same.
-        num_rewritten: how many graphs that compute the same are searched as well.
         prefer: ``"simplest"``: of the plans within 5 % of the fastest, which no prediction tells
             apart, the one that treats like layers most alike, within the budget's gap where that
             is less; or ``"fastest"``. The result has both, and says what it costs to be simple
@@ -132,9 +111,8 @@ def search(
         nothing fits, the plan closest to it.
 
     Raises:
-        ValueError: no plan meets the constraints; an argument and a constraint, or the options,
-            leave nothing that both allow; an unknown name; a checkpoint or a plan to start from
-            that is not for this search.
+        ValueError: no plan meets the conditions of the space; an unknown name; a checkpoint or a
+            plan to start from that is not for this search.
     """
     begun = time.monotonic()
     with (
@@ -144,21 +122,13 @@ def search(
         found = searching.search(
             graph,
             cluster,
+            space=space,
             costs=costs,
             training=training,
             budget=budget,
-            seed=seed,
-            schedule=schedule,
-            zero_stages=zero_stages,
-            num_skeletons=num_skeletons,
-            num_bounded=num_bounded,
-            options=options,
-            constraints=constraints,
             baselines=baselines,
             start=start,
             checkpoint=Path(checkpoint) if checkpoint is not None else None,
-            num_threads=num_threads,
-            num_rewritten=num_rewritten,
             prefer=prefer,
             draws=draws,
             progress=progress if callable(progress) else _shown_by(show),
@@ -202,8 +172,7 @@ def report(
     path: str | Path,
     *,
     costs: CostModel | None = None,
-    options: Options | None = None,
-    constraints: Constraints | None = None,
+    space: Space | None = None,
     budget: Budget | None = None,
     progress: bool = True,
 ) -> None:
@@ -220,8 +189,7 @@ def report(
         result: of `search`.
         path: of the page. It appears whole or not at all.
         costs: prices of operators, those of the search; the device model when left out.
-        options: those of the search, for the search on one node more.
-        constraints: likewise.
+        space: that of the search, for the search on one node more.
         budget: of the search on one node more; a small one when left out.
         progress: False shows nothing.
 
@@ -235,8 +203,7 @@ def report(
             result,
             path,
             costs=costs,
-            options=options,
-            constraints=constraints,
+            space=space,
             budget=budget or page.QUICK,
             progress=_shown_by(show),
         )
@@ -475,7 +442,7 @@ def execute(
         cuda_graph=cuda_graph,
     )
     used = graph or planned_graph(plan, model, first_batch(data))
-    plan.check(plan.rewrite(used).graph)
+    plan.on(used)  # Refused where it is for another model.
     if backend != "nccl" and any(each.is_cuda for each in model.parameters()):
         warnings.warn(
             f"execute: the model is on a GPU, but backend {backend!r} trains on CPUs; say "

@@ -9,7 +9,7 @@ from stratagem.executor import execute, lower, model_state
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.space.skeletons import Options
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -32,10 +32,9 @@ def test_what_a_search_places_trains_as_one_process_does(nodes: tuple[int, int])
     found = search(
         case.graph,
         cluster,
-        options=Options(place=True),
-        budget=Budget(evaluations=100, gap=0.3),
+        space=Space(place=True),
+        budget=Budget(evaluations=100, gap=0.3, threads=1),
         baselines=(),
-        num_threads=1,
         start=None,
     )
     placed = [

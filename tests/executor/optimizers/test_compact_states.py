@@ -324,8 +324,7 @@ def test_plans_with_compact_states_are_saved_and_searched(tmp_path: Any) -> None
             case.graph,
             sg.Cluster.preset("local-cpu", devices_per_node=2),
             training=training,
-            budget=sg.Budget(evaluations=30, gap=0.3),
-            num_bounded=0,
+            budget=sg.Budget(evaluations=30, gap=0.3, bounded=0),
             progress=False,
         )
         found.plan.save(tmp_path / f"{name}.json")

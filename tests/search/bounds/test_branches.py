@@ -12,7 +12,7 @@ from stratagem.searcher.bounds.quick_bounds import QuickBounds
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.space.choices import Choices
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
 from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.space.situation import Situation
@@ -127,10 +127,9 @@ def test_a_search_certifies_no_more_than_towers_take() -> None:
     result = search(
         graph,
         here.cluster,
-        constraints=Constraints(pipeline=4, microbatches=(2,)),
-        budget=Budget(evaluations=200),
+        space=Space(pipeline=4, microbatches=(2,)),
+        budget=Budget(evaluations=200, threads=1),
         baselines=(),
-        num_threads=1,
     )
     assert result.bound is not None
     assert result.bound <= step

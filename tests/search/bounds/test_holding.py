@@ -14,10 +14,10 @@ from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.memory_bound import HoldingBounds
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.problem.priced_skeleton import make_problem
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.situation import Situation
@@ -139,8 +139,8 @@ def test_what_must_stay_free_counts() -> None:
     assert holding.capacity == int(skeleton.meshes[0].memory_bytes(CLUSTER) * 0.5)
 
 
-def space_of(here: Situation) -> Space:
-    space = Space(here, Options(), (0, 2, 3), Constraints(headroom=0.0).bind(here.graph))
+def space_of(here: Situation) -> SkeletonList:
+    space = SkeletonList(here, Options(), (0, 2, 3), Space(headroom=0.0).bind(here.graph))
     groups = space.listed(all_skeletons(here.graph, here.cluster, ("1f1b",)))
     space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
     return space

@@ -16,12 +16,12 @@ from stratagem.searcher.bounds.memory_bound import HoldingBounds
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.neighbours import Neighbourhood
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.space.choices import choices_of
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeleton_of
@@ -168,7 +168,7 @@ def test_a_search_goes_on_under_the_orders_of_the_plan_that_it_starts_from() -> 
         s.cluster,
         costs=COSTS,
         start=plan,
-        constraints=Constraints(pipeline=2, microbatches=(PARTS,)),
+        space=Space(pipeline=2, microbatches=(PARTS,)),
         budget=Budget(evaluations=2000),
         baselines=(),
         progress=False,
@@ -202,7 +202,7 @@ def test_the_bound_of_all_pipelines_holds_under_a_schedule_that_only_the_start_h
         stages = by_stage(graph, {i: int(k >= cut) for k, i in enumerate(layers)}, 2)
         plan = s.plan(replace(own, stages=stages), chosen, name="cut")
         times.append(s.simulate(plan).step_time)
-    space = Space(s, Options(), (0,), Constraints(microbatches=(2,)).bind(graph), ("1f1b",))
+    space = SkeletonList(s, Options(), (0,), Space(microbatches=(2,)).bind(graph), ("1f1b",))
     space.bound_pipelines()
     assert space.pipelines_bound is not None
     assert space.pipelines_bound > min(times)

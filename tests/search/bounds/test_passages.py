@@ -80,7 +80,7 @@ def test_no_block_is_shorter_than_its_passages_under_other_choices(
 ) -> None:
     """A passage found under some choices holds under all others, whoever makes what is shared."""
     graph, cluster = MODELS[model], tiny_cluster(4, nodes=2, gb_s=gb_s)
-    options = Options(recompute=(policy,), inputs_first=inputs_first)
+    options = Options(inputs_first=inputs_first)
     listed = list(all_skeletons(graph, cluster, ("1f1b",)))
     skeleton = listed[which % len(listed)]
     problem = make_problem(

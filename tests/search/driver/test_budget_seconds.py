@@ -38,9 +38,8 @@ def spend(seconds: float | None) -> SearchResult:
     return search(
         graph,
         Cluster.preset("dgx-a100", num_nodes=2),
-        budget=Budget(evaluations=2000, seconds=seconds),
+        budget=Budget(evaluations=2000, seconds=seconds, threads=1),
         baselines=(),
-        num_threads=1,
     )
 
 

@@ -18,13 +18,13 @@ from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
-from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched
 from stratagem.searcher.report.cluster_sizes import search_sizes
-from stratagem.searcher.space.constraints import Constraints, most_tensor_ways
+from stratagem.searcher.space.constraints import Space, most_tensor_ways
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons
 from stratagem.simulator.graph.models import gpt, llama, mlp
@@ -36,6 +36,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
+from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
@@ -47,16 +48,16 @@ def tiny_gpt(num_layers: int = 1) -> OperatorGraph:
 def quick(graph: OperatorGraph, **changed: object) -> SearchResult:
     settings_of = {
         "budget": Budget(evaluations=600),
-        "num_skeletons": 2,
-        "num_bounded": 2,
+        "skeletons": 2,
+        "bounded": 2,
         "baselines": (),
     }
-    return search(graph, CLUSTER, **{**settings_of, **changed})  # type: ignore[arg-type]
+    return search(graph, CLUSTER, **in_records({**settings_of, **changed}))
 
 
 @functools.cache
 def found() -> SearchResult:
-    return quick(tiny_gpt(), num_threads=2)
+    return quick(tiny_gpt(), threads=2)
 
 
 def test_the_certificate_holds_for_everything_that_was_met() -> None:
@@ -110,7 +111,7 @@ def test_constraints_are_never_ignored(
     headroom: float,
     recompute: tuple[str, ...] | None,
 ) -> None:
-    wishes = Constraints(
+    wishes = Space(
         max_tensor=tensor,
         pipeline=pipeline,
         zero_stages=zero,
@@ -122,7 +123,7 @@ def test_constraints_are_never_ignored(
     )
     assume(zero != (3,) or pipeline != 2)  # Two ranks of one device have nothing to shard over.
     graph = tiny_gpt()
-    result = quick(graph, constraints=wishes, budget=Budget(evaluations=200))
+    result = quick(graph, space=wishes, budget=Budget(evaluations=200))
     plan = result.plan
     assert wishes.bind(graph).violations(result.simulation) == []
     if tensor is not None:
@@ -146,7 +147,7 @@ def test_constraints_are_never_ignored(
 def test_pinned_operators_have_the_config_asked_for() -> None:
     graph = mlp([64, 64, 64], batch=32)
     name = next(op.name for op in graph.operators if op.kind == "linear")
-    result = quick(graph, constraints=Constraints(pin={name: (REPLICATE,)}))
+    result = quick(graph, space=Space(pin={name: (REPLICATE,)}))
     stage = next(s for s in result.plan.stages if name in s.choices)
     assert stage.choices[name].config == (REPLICATE,)
 
@@ -167,11 +168,11 @@ def test_pinned_operators_have_the_config_asked_for() -> None:
 )
 def test_impossible_constraints_say_what_is_wrong(wishes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        quick(mlp([64, 64, 64], batch=32), constraints=Constraints(**wishes))  # type: ignore[arg-type]
+        quick(mlp([64, 64, 64], batch=32), space=Space(**wishes))  # type: ignore[arg-type]
 
 
 def test_one_thread_and_two_find_the_same_plan() -> None:
-    assert quick(tiny_gpt(), num_threads=1).plan.to_json() == found().plan.to_json()
+    assert quick(tiny_gpt(), threads=1).plan.to_json() == found().plan.to_json()
 
 
 def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 def test_a_skeleton_on_which_nothing_fits_is_remembered(tmp_path: Path) -> None:
     """JSON knows no infinite bound."""
     graph, path = tiny_gpt(), tmp_path / "search.json"
-    plan = quick(graph, budget=Budget(evaluations=0), num_bounded=0).plan
+    plan = quick(graph, budget=Budget(evaluations=0), bounded=0).plan
     first = SearchCheckpoint(path, "arguments")
     first.put("here", Searched(plan, 5, float("inf"), 0.25))
     found = SearchCheckpoint(path, "arguments").get("here")
@@ -224,7 +225,7 @@ def test_a_search_goes_on_from_an_edited_plan() -> None:
 def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put in after the survey, it renumbered choices that were kept, and was searched twice."""
     graph = tiny_gpt(num_layers=2)
-    found = quick(graph, budget=Budget(evaluations=0), num_skeletons=1, baselines=None)
+    found = quick(graph, budget=Budget(evaluations=0), skeletons=1, baselines=None)
     plan = found.baselines["ZeRO-3"].plan
     mesh = replace(plan.stages[0].mesh, axes=(MeshAxis("device", 2),))
     plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh),))
@@ -245,7 +246,7 @@ def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Sharpener, "problem", made)
     monkeypatch.setattr(SearchCourse, "_search_entry", search_it)
-    quick(graph, zero_stages=(0,), start=plan, budget=Budget(evaluations=2000), num_bounded=3)
+    quick(graph, zero_stages=(0,), start=plan, budget=Budget(evaluations=2000), bounded=3)
     assert any(len(made) > 1 for made in problems.values())
     for same in problems.values():
         assert all(problem.choices == same[0].choices for problem in same)
@@ -265,7 +266,7 @@ def test_methods_of_the_literature_are_rows() -> None:
 
 def test_figures_of_a_result() -> None:
     priced = replace(CLUSTER, node_price_per_hour=36.0)
-    result = search(tiny_gpt(), priced, budget=Budget(0), num_bounded=0, baselines=())
+    result = search(tiny_gpt(), priced, budget=Budget(0, bounded=0), baselines=())
     step = result.simulation.step_time
     assert result.tokens_per_second == pytest.approx(16 * 32 / step)
     assert result.cost_per_step == pytest.approx(36.0 * step / 3600)
@@ -277,12 +278,12 @@ def test_sizes_are_compared_by_time_and_by_money() -> None:
     graph = tiny_gpt()
     arguments = {
         "budget": Budget(evaluations=0),
-        "num_bounded": 0,
-        "num_skeletons": 1,
+        "bounded": 0,
+        "skeletons": 1,
         "baselines": (),
         "prefer": "fastest",
     }
-    by_money = search_sizes(graph, priced, [1, 2], objective="money", **arguments)
+    by_money = search_sizes(graph, priced, [1, 2], objective="money", **in_records(arguments))
     assert by_money.best is by_money.results[1]
     times = {nodes: r.simulation.step_time for nodes, r in by_money.results.items()}
     by_time = replace(by_money, objective="time")
@@ -305,12 +306,12 @@ def test_rewritten_graphs_are_searched_too() -> None:
     )
     arguments = {
         "budget": Budget(evaluations=400),
-        "num_bounded": 0,
-        "num_skeletons": 1,
+        "bounded": 0,
+        "skeletons": 1,
         "baselines": (),
     }
-    plain = search(graph, CLUSTER, **arguments)  # type: ignore[arg-type]
-    wide = search(graph, CLUSTER, num_rewritten=1, **arguments)  # type: ignore[arg-type]
+    plain = search(graph, CLUSTER, **in_records(arguments))
+    wide = search(graph, CLUSTER, **in_records({**arguments, "rewrites": 1}))
     assert len(wide.space) > len(plain.space)
     assert wide.bound is not None
     assert wide.bound <= wide.simulation.step_time
@@ -322,7 +323,7 @@ def test_rewritten_graphs_are_searched_too() -> None:
 
 def rewritten(**changed: object) -> SearchResult:
     graph = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, batch=8)
-    return quick(graph, num_rewritten=1, num_bounded=0, num_skeletons=1, **changed)
+    return quick(graph, rewrites=1, bounded=0, skeletons=1, **changed)
 
 
 @pytest.mark.parametrize("phase", ["simulating baselines", "searching"])
@@ -355,9 +356,9 @@ def test_ctrl_c_before_any_plan_gives_a_known_strategy() -> None:
     assert result.stop_reason is StopReason.INTERRUPTED
     assert result.simulation.fits
     assert len(result.baselines) == 1
-    wanted = Constraints(recompute=("full",), zero_stages=(3,), microbatches=(2,))
+    wanted = Space(recompute=("full",), zero_stages=(3,), microbatches=(2,))
     try:
-        only = quick(graph, progress=interrupt, constraints=wanted)
+        only = quick(graph, progress=interrupt, space=wanted)
     except KeyboardInterrupt:
         return
     assert wanted.bind(graph).violations(only.simulation) == []
@@ -389,10 +390,12 @@ def test_what_was_not_sharpened_is_searched_where_all_else_is_excluded() -> None
     """A search ended without an evaluation, and said that the space held one plan only."""
     graph = tiny_gpt()
     here = Situation(graph, CLUSTER, Training(), default_costs())
-    space = Space(here, Options(recompute=("none",)), (0, 2), Constraints().bind(graph))
+    space = SkeletonList(here, Options(), (0, 2), Space(recompute="none").bind(graph))
     groups = space.listed(all_skeletons(graph, CLUSTER, ("1f1b",)))
     space.look_at(groups, [space.quick.look(e.skeleton for e in group) for group in groups])
-    course = SearchCourse(space, Budget(10), 0, 1, lambda _: None, SearchCheckpoint(None, "any"))
+    course = SearchCourse(
+        space, Budget(10, threads=1).settled(), lambda _: None, SearchCheckpoint(None, "any")
+    )
     course.incumbent.best = found().simulation
     sharpened, *others = space.entries
     sharpened.fate, sharpened.bound = Fate.BOUNDED, course.incumbent.time

@@ -12,7 +12,7 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.problem.exhaustive import exhaustive_plans
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -51,9 +51,8 @@ def assert_found(graph: OperatorGraph, cluster: Cluster) -> bool:
         graph,
         cluster,
         costs=RooflineCosts(),
-        budget=Budget(evaluations=3_000),
-        num_threads=1,
-        constraints=Constraints(headroom=0.0),
+        budget=Budget(evaluations=3_000, threads=1),
+        space=Space(headroom=0.0),
     )
     assert found.plan.schedule == "gpipe"
     again = simulate_plan(found.plan, graph, RooflineCosts())
@@ -99,7 +98,7 @@ def test_methods_propose_forward_passes_or_nothing(name: str) -> None:
 
 def test_another_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'chain' is a forward pass.*choose 'gpipe'"):
-        search(drawn("chain", 0), cluster_of(1, 2), schedule="1f1b")
+        search(drawn("chain", 0), cluster_of(1, 2), space=Space(schedules="1f1b"))
 
 
 def test_parameters_that_one_device_cannot_hold_are_divided() -> None:
@@ -114,7 +113,7 @@ def test_parameters_that_one_device_cannot_hold_are_divided() -> None:
         limited(cluster_of(1, 4), 0.6 * whole),
         budget=Budget(evaluations=2_000),
         costs=RooflineCosts(),
-        constraints=Constraints(headroom=0.0),
+        space=Space(headroom=0.0),
     )
     assert result.simulation.fits
     assert all(0 < memory.state < 0.6 * whole for memory in result.simulation.memory)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.skeletons import stage_meshes
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -27,6 +27,7 @@ from stratagem.simulator.pricing.stage_boundaries import transfer_seconds
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
+from tests.support.search_words import in_records
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""
@@ -51,8 +52,8 @@ def mixed(kinds: str, per_node: int) -> Cluster:
 
 
 def quick(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchResult:
-    arguments = {"budget": Budget(evaluations=600), "num_threads": 1, "baselines": ()}
-    return search(graph, cluster, **{**arguments, **changed})  # type: ignore[arg-type]
+    arguments = {"budget": Budget(evaluations=600), "threads": 1, "baselines": ()}
+    return search(graph, cluster, **in_records({**arguments, **changed}))
 
 
 def smaller(cluster: Cluster) -> Iterator[tuple[Cluster, list[int]]]:
@@ -131,9 +132,9 @@ def test_no_smaller_cluster_has_a_better_plan_of_eighty(
 def test_a_pipeline_stays_in_a_node_where_stages_would_send_between_nodes() -> None:
     """Stages lay on all devices, in order, so that three stages on three nodes had to send."""
     graph = gpt(num_layers=1, hidden=128, num_heads=4, vocabulary=96, sequence=16, batch=9)
-    wishes = Constraints(pipeline=3, microbatches=(3,))
-    alone = quick(graph, cluster_of(1, 3, 0.1), constraints=wishes)
-    result = quick(graph, cluster_of(3, 3, 0.1), constraints=wishes)
+    wishes = Space(pipeline=3, microbatches=(3,))
+    alone = quick(graph, cluster_of(1, 3, 0.1), space=wishes)
+    result = quick(graph, cluster_of(3, 3, 0.1), space=wishes)
     assert result.simulation.step_time <= alone.simulation.step_time * (1 + NOISE)
     assert {device // 3 for stage in result.plan.stages for device in stage.mesh.devices} == {0}
     assert "2 of 3 nodes do nothing" in str(result)
@@ -142,13 +143,13 @@ def test_a_pipeline_stays_in_a_node_where_stages_would_send_between_nodes() -> N
 def test_a_batch_that_three_devices_share_leaves_the_fourth_idle() -> None:
     """Nine samples are no equal shares of four devices, so that all four did the same."""
     graph, cluster = mlp([1024, 4096, 1024], batch=9 * 128), cluster_of(1, 4, 25.0)
-    wishes = Constraints(max_tensor=1, pipeline=1, zero_stages=(0,), recompute=("none",))
+    wishes = Space(max_tensor=1, pipeline=1, zero_stages=(0,), recompute=("none",))
     odd = mlp([1024, 4096, 1024], batch=9)
     for each in (graph, odd):
-        result = quick(each, cluster, constraints=wishes)
+        result = quick(each, cluster, space=wishes)
         for count in (2, 3):
             one = cluster.resized(devices_per_node=count)
-            step = quick(each, one, constraints=wishes).simulation.step_time
+            step = quick(each, one, space=wishes).simulation.step_time
             assert result.simulation.step_time <= step * (1 + NOISE)
     told = describe(result.simulation, odd)
     assert (result.plan.num_devices < 4) == ("do nothing" in told or "does nothing" in told)
@@ -157,10 +158,10 @@ def test_a_batch_that_three_devices_share_leaves_the_fourth_idle() -> None:
 @pytest.mark.parametrize("kinds", ["av", "vaa"])
 def test_slow_nodes_are_left_idle_where_they_hold_up_the_others(kinds: str) -> None:
     graph, cluster = mlp([2048, 2048, 2048], batch=512), mixed(kinds, 1)
-    result = quick(graph, cluster, constraints=Constraints(pipeline=1))
+    result = quick(graph, cluster, space=Space(pipeline=1))
     best = min(
         quick(
-            graph, replace(cluster, node_devices=nodes), constraints=Constraints(pipeline=1)
+            graph, replace(cluster, node_devices=nodes), space=Space(pipeline=1)
         ).simulation.step_time
         for nodes in [cluster.node_devices[:1], cluster.node_devices[1:]]
     )

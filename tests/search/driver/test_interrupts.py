@@ -23,6 +23,7 @@ from stratagem.searcher.processes import interrupts as hearing
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import SearchClock
 from tests.support.plans import few
+from tests.support.search_words import in_records
 
 GRAPH = sg.models.gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 PAIR = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
@@ -52,12 +53,12 @@ def press_in_vain() -> None:
 def found(**changed: Any) -> SearchResult:
     arguments = {
         "budget": sg.Budget(100),
-        "num_bounded": 2,
+        "bounded": 2,
         "baselines": (),
         "progress": False,
         **changed,
     }
-    return sg.search(GRAPH, PAIR, **arguments)
+    return sg.search(GRAPH, PAIR, **in_records(arguments))
 
 
 def when(phase: str, act: Callable[[], None]) -> Callable[[SearchProgress], None]:
@@ -227,7 +228,7 @@ cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 def show(where):
     print(where.phase, flush=True)
 result = sg.search(
-    graph, cluster, budget=sg.Budget(10**9), num_threads=2, num_bounded=2, progress=show
+    graph, cluster, budget=sg.Budget(10**9, threads=2, bounded=2), progress=show
 )
 print(result.stop_reason.name, result.simulation.fits, flush=True)
 """

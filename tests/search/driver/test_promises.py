@@ -18,7 +18,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.simple_strategies import baseline
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Skeleton, stage_meshes
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -38,6 +38,7 @@ from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.support.examples import examples
 from tests.support.plans import few
+from tests.support.search_words import in_records
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""
@@ -79,7 +80,7 @@ def filled(graph: OperatorGraph, cluster: Cluster, share: float) -> Cluster:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints]:
+def problems(draw: st.DrawFn) -> tuple[OperatorGraph, Cluster, tuple[str, ...], Space]:
     """A model, a cluster, schedules to try and one or two constraints."""
     graph = draw(graphs())
     sizes = st.sampled_from([(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (1, 4), (2, 3)])
@@ -100,31 +101,30 @@ def problems(draw: st.DrawFn) -> tuple[OperatorGraph, Cluster, tuple[str, ...], 
         "headroom": st.just(0.3),
     }
     chosen = draw(st.sets(st.sampled_from(sorted(wishes)), min_size=1, max_size=2))
-    made = Constraints(**{name: draw(wishes[name]) for name in sorted(chosen)})
+    made = Space(**{name: draw(wishes[name]) for name in sorted(chosen)})
     return graph, cluster, schedules, made
 
 
 def quick(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchResult:
     """A search that may use all of the memory unless it is told what must stay free."""
-    arguments = {"budget": Budget(evaluations=600), "num_threads": 1, **changed}
-    wishes = arguments.pop("constraints", Constraints())
-    assert isinstance(wishes, Constraints)
-    if wishes.headroom == MEASURED:
-        wishes = replace(wishes, headroom=0.0)
-    return search(graph, cluster, constraints=wishes, **arguments)  # type: ignore[arg-type]
+    arguments = {"budget": Budget(evaluations=600), "threads": 1, **changed}
+    told = in_records({"space": Space(), **arguments})
+    if told["space"].headroom == MEASURED:
+        told["space"] = replace(told["space"], headroom=0.0)
+    return search(graph, cluster, **told)
 
 
 def check_constraints(
-    graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str], wishes: Constraints
+    graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str], wishes: Space
 ) -> float:
     """A constraint gives no plan below the bound without it; its step over that without it."""
-    free = quick(graph, cluster, schedule=schedules)
+    free = quick(graph, cluster, schedules=schedules)
     if free.simulation.fits:
         assert free.bound is not None
         assert free.listed_bound is not None
         assert free.bound <= free.listed_bound <= free.simulation.step_time
     try:
-        tight = quick(graph, cluster, schedule=schedules, constraints=wishes)
+        tight = quick(graph, cluster, schedules=schedules, space=wishes)
     except ValueError as error:
         if not any(why in str(error) for why in REFUSALS):
             raise
@@ -140,7 +140,7 @@ def check_constraints(
 @settings(max_examples=examples(5, few=1))
 @given(problems())
 def test_a_constraint_never_beats_the_bound_without_it(
-    problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
+    problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Space],
 ) -> None:
     check_constraints(*problem)
 
@@ -152,7 +152,7 @@ def test_a_constraint_never_beats_the_bound_without_it(
 @given(problem=problems())
 def test_hundreds_of_constraints_never_beat_the_search_without_them(
     part: int,
-    problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Constraints],
+    problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Space],
 ) -> None:
     assert check_constraints(*problem) >= 1 - NOISE
 
@@ -168,8 +168,8 @@ def check_growth(
     graph: OperatorGraph, cluster: Cluster, schedules: Sequence[str], times: int
 ) -> None:
     """More budget gives no worse plan; of more devices see `test_idle_devices`."""
-    before = quick(graph, cluster, schedule=schedules, budget=Budget(evaluations=200))
-    after = quick(graph, cluster, schedule=schedules, budget=Budget(evaluations=200 * times))
+    before = quick(graph, cluster, schedules=schedules, budget=Budget(evaluations=200))
+    after = quick(graph, cluster, schedules=schedules, budget=Budget(evaluations=200 * times))
     if before.simulation.fits:
         assert after.simulation.fits
         assert after.simulation.step_time <= before.simulation.step_time * (1 + NOISE)
@@ -214,7 +214,7 @@ def test_a_small_budget_does_not_end_anywhere() -> None:
     )
     arguments = {"training": Training("bfloat16"), "budget": Budget(evaluations=1500)}
     free = quick(graph, cluster, **arguments)
-    flat = quick(graph, cluster, constraints=Constraints(max_pipeline=1), **arguments)
+    flat = quick(graph, cluster, space=Space(max_pipeline=1), **arguments)
     assert flat.simulation.fits
     assert free.simulation.step_time <= flat.simulation.step_time * (1 + NOISE)
 
@@ -228,7 +228,7 @@ def test_a_constraint_on_a_model_that_hardly_fits_does_not_help() -> None:
     graph = gpt(num_layers=1, hidden=128, num_heads=4, vocabulary=4096, sequence=16, batch=24)
     cluster = filled(graph, cluster_of(3, 1, 25.0), 0.8)
     schedules = ("1f1b", "gpipe", "interleaved", "zb-h1")
-    wishes = Constraints(max_tensor=2, schedules=("1f1b",))
+    wishes = Space(max_tensor=2, schedules=("1f1b",))
     assert check_constraints(graph, cluster, schedules, wishes) >= 1 - NOISE
 
 
@@ -242,7 +242,7 @@ def test_a_stage_moves_along_the_model_to_a_mesh_of_another_shape() -> None:
     graph = mlp([4096, 16, 4096], batch=528)
     cluster = filled(graph, cluster_of(1, 4, 0.1), 0.65)
     schedules = ("1f1b", "gpipe", "interleaved", "zb-h1")
-    wishes = Constraints(zero_stages=(3,), schedules=("1f1b",))
+    wishes = Space(zero_stages=(3,), schedules=("1f1b",))
     assert check_constraints(graph, cluster, schedules, wishes) >= 1 - NOISE
 
 
@@ -259,10 +259,10 @@ def test_one_stage_is_found_where_a_pipeline_must_send_its_tied_table() -> None:
     no walk began on meshes of one device.
     """
     cluster, training = cluster_of(2, 1, 3.125), Training("bfloat16")
-    wishes = Constraints(microbatches=(3,))
+    wishes = Space(microbatches=(3,))
     arguments = {"training": training, "baselines": (), "budget": Budget(evaluations=200)}
-    free = quick(tied(), cluster, constraints=wishes, **arguments)
-    flat = quick(tied(), cluster, constraints=replace(wishes, pipeline=1), **arguments)
+    free = quick(tied(), cluster, space=wishes, **arguments)
+    flat = quick(tied(), cluster, space=replace(wishes, pipeline=1), **arguments)
     assert flat.simulation.step_time < 0.03
     assert free.simulation.step_time <= flat.simulation.step_time * (1 + NOISE)
     assert free.bound is not None
@@ -352,8 +352,8 @@ def test_a_table_of_the_space_is_printed_where_some_skeletons_cannot_fit() -> No
 @pytest.mark.parametrize("headroom", [0.0, 0.3])
 def test_where_nothing_fits_the_closest_plan_says_what_it_lacks(headroom: float) -> None:
     """With memory to stay free there was an error that named no byte."""
-    wishes = Constraints(headroom=headroom)
-    result = quick(mlp([4096, 4096], batch=64), tight(0.01), constraints=wishes, baselines=())
+    wishes = Space(headroom=headroom)
+    result = quick(mlp([4096, 4096], batch=64), tight(0.01), space=wishes, baselines=())
     assert not result.simulation.fits
     assert result.stop_reason is StopReason.NOTHING_FITS
     assert result.bound is None
@@ -377,8 +377,8 @@ def test_a_plan_that_only_leaves_too_little_free_counts_as_one_that_does_not_fit
         ),
     )
     assert quick(graph, cluster, baselines=()).simulation.fits
-    wishes = Constraints(headroom=0.5, recompute=("none",), microbatches=(1,))
-    result = quick(graph, cluster, constraints=wishes, baselines=())
+    wishes = Space(headroom=0.5, recompute=("none",), microbatches=(1,))
+    result = quick(graph, cluster, space=wishes, baselines=())
     assert not result.simulation.fits
     assert result.simulation.memory[0].capacity < 0.51 * 1.1 * peak
 
@@ -390,8 +390,8 @@ def test_a_forbidden_axis_is_forbidden_whatever_meshes_call_it() -> None:
     """Samples were cut inside nodes along an axis of all devices, or along halves of nodes."""
     graph = mlp([256, 256], batch=64)
     for axis, inside in (("device", True), ("node", False)):
-        wishes = Constraints(forbid=(("batch", axis),), pipeline=1)
-        result = quick(graph, cluster_of(2, 2, 25.0), constraints=wishes)
+        wishes = Space(forbid=(("batch", axis),), pipeline=1)
+        result = quick(graph, cluster_of(2, 2, 25.0), space=wishes)
         for stage in result.plan.stages:
             for name, choice in stage.choices.items():
                 for k, placement in enumerate(choice.config):
@@ -408,9 +408,9 @@ def test_a_forbidden_axis_is_forbidden_whatever_meshes_call_it() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_skeletons": 0}, "num_skeletons is 0"),
-        ({"num_bounded": -1}, "num_bounded is -1"),
-        ({"zero_stages": ()}, r"zero_stages are \(\)"),
+        ({"skeletons": 0}, "skeletons is 0"),
+        ({"bounded": -1}, "bounded is -1"),
+        ({"zero_stages": ()}, "zero_stages allows nothing"),
         ({"zero_stages": (4,)}, r"zero_stages are \(4,\)"),
     ],
 )
@@ -422,8 +422,8 @@ def test_numbers_that_say_nothing_are_refused(changed: dict[str, Any], message: 
 def test_reasons_to_stop_are_true() -> None:
     graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     cluster = cluster_of(1, 4, 25.0)
-    wishes = Constraints(pipeline=1)  # on single devices there is nothing to spend evaluations on
-    arguments = {"baselines": (), "num_bounded": 0, "num_skeletons": 1, "constraints": wishes}
+    wishes = Space(pipeline=1)  # on single devices there is nothing to spend evaluations on
+    arguments = {"baselines": (), "bounded": 0, "skeletons": 1, "space": wishes}
     none = quick(graph, cluster, budget=Budget(evaluations=0), **arguments)
     assert none.stop_reason is StopReason.NO_EVALUATIONS
     assert none.evaluations == 0
@@ -482,8 +482,8 @@ def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> No
     graph = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     cluster = cluster_of(1, 4 if kind == "pinned" else 2, 25.0)
     plan = starts(graph, cluster)[kind]
-    wishes = Constraints(microbatches=(plan.num_microbatches,), recompute=("none",))
-    little = {"baselines": (), "num_bounded": 0, "num_skeletons": 1, "constraints": wishes}
+    wishes = Space(microbatches=(plan.num_microbatches,), recompute=("none",))
+    little = {"baselines": (), "bounded": 0, "skeletons": 1, "space": wishes}
     result = quick(graph, cluster, start=plan, budget=Budget(evaluations=100), **little)
     assert result.plan.training == plan.training
     if plan.training == Training():

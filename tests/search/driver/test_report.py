@@ -15,7 +15,7 @@ import stratagem as sg
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.report import hardware_changes, page, page_content
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.drawing.pictures import picture_of
 from stratagem.simulator.graph.models import gpt, mlp
@@ -28,7 +28,7 @@ SIZES = {"hidden": 64, "num_heads": 4, "vocabulary": 256, "sequence": 32, "batch
 NASTY = "</script><script>document.title='taken over'</script><b>&amp;\u2028'\"{{data}}"
 
 
-WISHES = Constraints(pipeline=2, microbatches=(8,), recompute=("none",))
+WISHES = Space(pipeline=2, microbatches=(8,), recompute=("none",))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def pipelined() -> SearchResult:
         gpt(num_layers=2, **SIZES),
         sg.Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2),
         budget=Budget(50, gap=0.3),
-        constraints=WISHES,
+        space=WISHES,
         baselines=(),
         progress=False,
     )
@@ -121,7 +121,7 @@ class TestContent:
         plan = replace(pipelined.plan, model=NASTY)
         result = replace(pipelined, plan=plan, simulation=replace(pipelined.simulation, plan=plan))
         table = hardware_changes.hardware_changes(
-            replace(result), default_costs(), budget=Budget(0, gap=0.9), constraints=Constraints()
+            replace(result), default_costs(), budget=Budget(0, gap=0.9), space=Space()
         )
         made = page_content.page_content(result, table, "1")
         text = page.render(made, picture=picture_of(plan), curve=result.curve)
@@ -172,7 +172,7 @@ class TestChanges:
 
     def test_one_node_more_is_searched(self, pipelined):
         table = hardware_changes.hardware_changes(
-            pipelined, default_costs(), budget=Budget(20, gap=0.5), constraints=WISHES
+            pipelined, default_costs(), budget=Budget(20, gap=0.5), space=WISHES
         )
         what, step, change, how = table.rows[-1]
         assert what == "one node more (3 nodes, 6 devices)"
@@ -185,7 +185,7 @@ class TestChanges:
             pipelined,
             default_costs(),
             budget=Budget(0, gap=0.9),
-            constraints=Constraints(pipeline=5),
+            space=Space(pipeline=5),
         )
         _, step, _, how = table.rows[-1]
         assert step is None

@@ -19,7 +19,7 @@ from stratagem.searcher.driver.search_course import MOST_AGAIN, MOST_DESCENTS
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
     Options,
@@ -120,8 +120,8 @@ def test_other_schedules_are_scored_as_they_are_simulated(schedule: str, policy:
 def test_a_zero_bubble_pipeline_is_found_and_shorter_than_1f1b() -> None:
     """On a mesh of one device a stage there is nothing but the pipeline to choose."""
     graph = gpt(num_layers=4, hidden=512, num_heads=8, vocabulary=512, sequence=128, batch=32)
-    few = {"num_skeletons": 1, "num_bounded": 0, "baselines": ()}
-    result = search(graph, CLUSTER, budget=Budget(0, gap=0.9), schedule="zb-h1", **few)
+    budget = Budget(0, gap=0.9, skeletons=1, bounded=0)
+    result = search(graph, CLUSTER, space=Space(schedules=("zb-h1",)), budget=budget, baselines=())
     baselines = result.baselines
     assert baselines["ZB-H1 pipeline"].step_time < baselines["1F1B pipeline"].step_time
 
@@ -239,11 +239,9 @@ def test_memory_is_a_hard_limit() -> None:
     result = search(
         graph,
         small,
-        budget=Budget(evaluations=500, gap=0.3),
-        num_skeletons=2,
-        num_bounded=2,
+        budget=Budget(evaluations=500, gap=0.3, skeletons=2, bounded=2),
         baselines=(),
-        constraints=Constraints(headroom=0.0),
+        space=Space(headroom=0.0),
     )
     assert not result.baselines["data parallel"].fits
     assert result.simulation.fits
@@ -255,9 +253,7 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
     result = search(
         graph,
         replace(PAIR, device_types=(device,)),
-        budget=Budget(evaluations=500),
-        num_skeletons=2,
-        num_bounded=2,
+        budget=Budget(evaluations=500, skeletons=2, bounded=2),
         baselines=(),
     )
     assert not result.simulation.fits
@@ -289,7 +285,7 @@ def test_the_clock_stops_it() -> None:
 
 def plan_of(seed: int) -> str:
     result = search(
-        tiny_gpt(num_layers=1), PAIR, budget=Budget(evaluations=500), seed=seed, num_threads=1
+        tiny_gpt(num_layers=1), PAIR, budget=Budget(evaluations=500, seed=seed, threads=1)
     )
     return result.plan.to_json().strip()
 

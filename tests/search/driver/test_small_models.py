@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.improvement.outcomes import Fate
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.training import Training
@@ -28,10 +28,10 @@ def test_a_pipeline_that_no_microbatches_fill_is_found() -> None:
     graph = small_llama()
     cluster = Cluster.preset("p3.16xlarge", num_nodes=1, devices_per_node=4)
     schedules = ("zb-h1", "1f1b")
-    free = quick(graph, cluster, schedule=schedules)
+    free = quick(graph, cluster, schedules=schedules)
     few = [r.skeleton for r in free.space if r.skeleton.num_microbatches == 1]
     assert {len(skeleton.stages) for skeleton in few} >= {1, 2, 4}
-    flat = quick(graph, cluster, schedule=schedules, constraints=Constraints(max_pipeline=1))
+    flat = quick(graph, cluster, schedules=schedules, space=Space(max_pipeline=1))
     assert free.simulation.step_time < 0.95 * flat.simulation.step_time
     # No two skeletons of a list are called the same: one stage under ZB-H1 splits backward passes.
     rows = [str(r.skeleton) for r in free.space if len(r.skeleton.stages) == 1]
@@ -46,8 +46,8 @@ def test_of_a_small_model_what_does_not_fit_hides_no_better_skeleton() -> None:
     cluster = filled(graph, Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2), 0.7)
     arguments = {"training": Training("bfloat16"), "budget": Budget(evaluations=300)}
     free = quick(graph, cluster, **arguments)
-    wishes = Constraints(tensor=1, recompute=("full",))
-    whole = quick(graph, cluster, constraints=wishes, **arguments)
+    wishes = Space(tensor=1, recompute=("full",))
+    whole = quick(graph, cluster, space=wishes, **arguments)
     assert whole.simulation.fits
     assert free.simulation.step_time <= whole.simulation.step_time * (1 + NOISE)
 
@@ -59,7 +59,7 @@ def test_microbatches_too_small_for_the_choices_of_a_neighbour_are_passed_over()
     cluster = cluster_of(3, 1, 25.0)
     device = replace(cluster.device_types[0], memory_gib=0.0017234105616807938, reserved_gib=0.0)
     small = replace(cluster, device_types=(device,))
-    result = quick(graph, small, schedule=("1f1b",), baselines=(), num_bounded=8)
+    result = quick(graph, small, schedules=("1f1b",), baselines=(), bounded=8)
     assert result.simulation.fits
 
 
@@ -71,8 +71,8 @@ def test_a_pipeline_is_cut_where_only_choices_of_its_own_make_it_good() -> None:
     graph = gpt(num_layers=1, hidden=128, num_heads=4, vocabulary=96, sequence=16, batch=6)
     cluster = filled(graph, cluster_of(2, 3, 3.0), 0.5)
     schedules = ("1f1b", "gpipe", "interleaved", "zb-h1")
-    assert check_constraints(graph, cluster, schedules, Constraints(zero_stages=(2,))) >= 1 - NOISE
-    assert quick(graph, cluster, schedule=schedules).simulation.step_time < 655e-6
+    assert check_constraints(graph, cluster, schedules, Space(zero_stages=(2,))) >= 1 - NOISE
+    assert quick(graph, cluster, schedules=schedules).simulation.step_time < 655e-6
 
 
 @pytest.mark.long
@@ -81,7 +81,7 @@ def test_a_wish_on_the_whole_plan_is_met_by_a_good_one() -> None:
     graph = gpt(num_layers=2, hidden=768, num_heads=12, vocabulary=1024, sequence=128, batch=16)
     cluster = cluster_of(1, 4, 25.0)
     free = quick(graph, cluster)
-    held = quick(graph, cluster, constraints=Constraints(tensor=2))
+    held = quick(graph, cluster, space=Space(tensor=2))
     assert held.simulation.step_time < 1.03 * free.simulation.step_time
     # No axes of four devices in a row are two ways.
     assert all(
@@ -102,7 +102,7 @@ def test_plans_of_fewer_devices_near_the_best_choose_anew() -> None:
     (device,) = cluster.device_types
     small = replace(device, memory_gib=6323.2 / 2**30, reserved_gib=0.0)
     cluster = replace(cluster, device_types=(small,))
-    wishes = Constraints(zero_stages=(2,), schedules=("1f1b",))
+    wishes = Space(zero_stages=(2,), schedules=("1f1b",))
     assert check_constraints(graph, cluster, ("1f1b", "gpipe"), wishes) >= 1 - NOISE
 
 
@@ -113,5 +113,5 @@ def test_what_changes_lead_to_is_bounded_however_much_was_before() -> None:
     (device,) = cluster.device_types
     small = replace(device, memory_gib=1159577.6 / 2**30, reserved_gib=0.0)
     cluster = replace(cluster, device_types=(small,))
-    wishes = Constraints(schedules=("zb-h1",))
+    wishes = Space(schedules=("zb-h1",))
     assert check_constraints(graph, cluster, ("zb-h1", "gpipe"), wishes) >= 1 - NOISE

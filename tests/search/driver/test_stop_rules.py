@@ -15,7 +15,7 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import QUICK_METHODS, search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Known
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeletons
 from stratagem.searcher.space.strategies import data_parallel
@@ -26,6 +26,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import TELLS_APART
 from tests.search.bounds.test_bound import tiny_cluster
+from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256] * 5, batch=64)
@@ -33,7 +34,9 @@ GRAPH = mlp([256] * 5, batch=64)
 
 def quick(gap: float = 0.0, **changed: object) -> SearchResult:
     budget = Budget(evaluations=400, gap=gap)
-    return search(GRAPH, CLUSTER, budget=budget, num_skeletons=2, num_bounded=2, **changed)  # type: ignore[arg-type]
+    return search(
+        GRAPH, CLUSTER, **in_records({"budget": budget, "skeletons": 2, "bounded": 2, **changed})
+    )
 
 
 @functools.cache
@@ -94,19 +97,21 @@ def larger() -> OperatorGraph:
 def test_a_search_that_is_told_nothing_ends_where_predictions_tell_no_more_apart() -> None:
     """It went on for most of its time to gain tenths of a percent."""
     told: list[str] = []
-    usual = search(larger(), CLUSTER, num_threads=1, progress=lambda p: told.append(p.phase))
+    usual = search(
+        larger(), CLUSTER, budget=Budget(threads=1), progress=lambda p: told.append(p.phase)
+    )
     assert usual.stop_reason is StopReason.ALIKE
     assert usual.gap is not None
     assert usual.gap <= TELLS_APART
     assert "predictions tell apart" in str(usual)
     assert any(phase.startswith("searching ") for phase in told)
-    asked = search(larger(), CLUSTER, budget=Budget(gap=TELLS_APART), num_threads=1)
+    asked = search(larger(), CLUSTER, budget=Budget(gap=TELLS_APART, threads=1))
     assert asked.stop_reason is StopReason.NEAR
     assert asked.plan.to_json() == usual.plan.to_json()
     best = min(s.step_time for s in usual.baselines.values() if s.fits)
     assert usual.simulation.step_time < best
-    budget = Budget(evaluations=2_000)
-    whole = search(larger(), CLUSTER, budget=budget, num_bounded=0, num_threads=1)
+    budget = Budget(evaluations=2_000, bounded=0, threads=1)
+    whole = search(larger(), CLUSTER, budget=budget)
     assert usual.bound is not None
     assert usual.bound <= whole.simulation.step_time
     assert whole.stop_reason not in (StopReason.ALIKE, StopReason.NEAR)
@@ -115,7 +120,7 @@ def test_a_search_that_is_told_nothing_ends_where_predictions_tell_no_more_apart
 def test_a_small_model_ends_there_too_and_is_searched_to_the_end_when_asked() -> None:
     """A model of 90 operators took ten times as long as one of 110."""
     graph = gpt(num_layers=1, hidden=1024, num_heads=8, vocabulary=512, sequence=512, batch=32)
-    usual, whole = search(graph, CLUSTER), search(graph, CLUSTER, budget=Budget())
+    usual, whole = search(graph, CLUSTER), search(graph, CLUSTER, budget=Budget(gap=0.0))
     assert usual.stop_reason is StopReason.ALIKE
     assert usual.evaluations < whole.evaluations
     assert usual.bound is not None
@@ -129,7 +134,7 @@ def test_listed_skeletons_may_end_a_search_that_is_told_nothing() -> None:
     """
     graph = gpt(num_layers=9, hidden=512, num_heads=8, vocabulary=50257, sequence=256, batch=8)
     cluster = tiny_cluster(4, nodes=1, gb_s=40.0)
-    usual = search(graph, cluster, num_threads=1)
+    usual = search(graph, cluster, budget=Budget(threads=1))
     assert usual.stop_reason is StopReason.NEAR_LISTED
     assert usual.bound is not None
     assert usual.listed_bound is not None
@@ -138,7 +143,7 @@ def test_listed_skeletons_may_end_a_search_that_is_told_nothing() -> None:
     assert "other pipelines" in str(usual)
     assert "inter-operator program" in " ".join(usual.notes)
     # A gap that is asked for is one of all plans.
-    asked = search(graph, cluster, budget=Budget(gap=TELLS_APART), num_threads=1)
+    asked = search(graph, cluster, budget=Budget(gap=TELLS_APART, threads=1))
     assert asked.stop_reason is not StopReason.NEAR_LISTED
     assert usual.listed_bound <= asked.simulation.step_time * (1 + 1e-9)
 
@@ -164,7 +169,8 @@ def test_a_gap_that_says_nothing_is_refused() -> None:
     for gap in (-0.1, 1.0):
         with pytest.raises(ValueError, match="it is a share of the step"):
             Budget(gap=gap)
-    assert Budget(100, gap=0.01).share(2, 0, 0.0) == Budget(50, gap=0.01)
+    share = Budget(100, gap=0.01).settled().share(2, 0, 0.0)
+    assert share == Budget(50, gap=0.01).settled()
 
 
 def test_few_bounds_are_sharpened_before_stages_are_planned() -> None:
@@ -180,9 +186,8 @@ def test_few_bounds_are_sharpened_before_stages_are_planned() -> None:
     result = search(
         graph,
         cluster,
-        budget=Budget(gap=0.008),
+        budget=Budget(gap=0.008, threads=1),
         baselines=QUICK_METHODS[:1],
-        num_threads=1,
         progress=lambda p: told.append(p.phase),
     )
     assert result.stop_reason is StopReason.NEAR
@@ -207,9 +212,8 @@ def test_a_known_plan_that_joins_the_list_late_is_bounded_too(gap: float, is_nea
     result = search(
         graph,
         cluster,
-        budget=Budget(gap=gap),
+        budget=Budget(gap=gap, threads=1),
         baselines=QUICK_METHODS[:1],
-        num_threads=1,
         progress=lambda p: told.append(p.phase),
     )
     assert result.plan.schedule == "interleaved"
@@ -227,7 +231,7 @@ def test_what_the_first_method_takes_is_shown_before_skeletons_are_listed(
     graph = gpt(num_layers=12, hidden=256, num_heads=4, vocabulary=512, sequence=64, batch=16)
     told: list[SearchProgress] = []
     result = search(
-        graph, CLUSTER, budget=Budget(gap=0.9), num_threads=num_threads, progress=told.append
+        graph, CLUSTER, budget=Budget(gap=0.9, threads=num_threads), progress=told.append
     )
     listing = next(k for k, each in enumerate(told) if each.phase == "listing skeletons")
     shown = [each.best for each in told[:listing] if each.best < inf]
@@ -242,7 +246,7 @@ def test_bounds_are_not_sharpened_beyond_what_is_asked_for() -> None:
     graph = gpt(num_layers=2, hidden=1024, num_heads=8, sequence=256, vocabulary=4096, batch=16)
     cluster = Cluster.preset("dgx-a100", num_nodes=2)
     situation = Situation(graph, cluster, Training("bfloat16"), default_costs())
-    bound = Constraints().bind(graph)
+    bound = Space().bind(graph)
     sharpener = Sharpener(situation, Options(), (0, 1, 2, 3), bound, ("none",), seed=0)
     skeleton = next(skeletons(graph, cluster))
     start = data_parallel(graph.microbatch(skeleton.num_microbatches), skeleton.meshes[0].shape)

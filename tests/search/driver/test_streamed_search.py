@@ -26,6 +26,7 @@ from tests.search.bounds.test_bound import best_by_enumeration, start_of, tiny_c
 
 GRAPH = mlp([2048, 2048, 2048], batch=2048)
 WITHOUT = Options(chunks=(1, 4))
+SPACE, STREAMED = sg.Space(chunks=(1, 4)), sg.Space(chunks=(1, 4), stream=True)
 OPTIONS = Options(chunks=(1, 4), stream=True)
 
 
@@ -72,23 +73,22 @@ SUMMED = sg.Rule("results are summed", sums, lambda skeleton: len(skeleton.stage
 
 
 def found(
-    cluster: Cluster, options: Options, start: Plan | None = None, rule: sg.Rule = CUT
+    cluster: Cluster, space: sg.Space, start: Plan | None = None, rule: sg.Rule = CUT
 ) -> sg.SearchResult:
     return sg.search(
         GRAPH,
         cluster,
         training=Training(),
-        options=options,
+        space=replace(space, microbatches=(1,), rules=(rule,)),
         start=start,
         budget=sg.Budget(3000),
-        constraints=sg.Constraints(microbatches=(1,), rules=(rule,)),
         progress=False,
     )
 
 
 def test_it_is_tried_where_asked_for_only() -> None:
     cluster = linked(20.0, 100.0)
-    plain, streams = (found(cluster, each) for each in (WITHOUT, OPTIONS))
+    plain, streams = (found(cluster, each) for each in (SPACE, STREAMED))
     assert plain.plan.streamed == ()
     assert streams.plan.streamed
     assert streams.simulation.step_time < 0.98 * plain.simulation.step_time
@@ -99,7 +99,7 @@ def test_it_is_tried_where_asked_for_only() -> None:
 def test_work_in_sums_is_tried_where_asked_for_only() -> None:
     """Where it is not, and the plan has sums with such work behind, the result says so."""
     cluster = linked(100.0, 5.0)
-    plain, tried = (found(cluster, Options(in_sums=each), rule=SUMMED) for each in (False, True))
+    plain, tried = (found(cluster, sg.Space(in_sums=each), rule=SUMMED) for each in (False, True))
     assert plain.plan.in_sums == ()
     assert tried.plan.in_sums == ("relu",)
     assert tried.simulation.step_time < plain.simulation.step_time
@@ -108,19 +108,19 @@ def test_work_in_sums_is_tried_where_asked_for_only() -> None:
     told = "elementwise work inside sums"
     assert "operator 'relu' could compute in shares" in plain.notes[told]
     assert told not in tried.notes
-    again = found(cluster, Options(), tried.plan, SUMMED)
+    again = found(cluster, sg.Space(start_options=False), tried.plan, SUMMED)
     assert again.plan.in_sums == ()
     assert again.notes["the plan to start from"] == "taken with the options of the search"
 
 
 def test_a_plan_to_start_from_does_not_bring_it_in() -> None:
     cluster = linked(20.0, 100.0)
-    start = found(cluster, OPTIONS).plan
+    start = found(cluster, STREAMED).plan
     assert start.streamed
-    result = found(cluster, WITHOUT, start)
+    result = found(cluster, replace(SPACE, start_options=False), start)
     assert result.plan.streamed == ()
     assert result.notes["the plan to start from"] == "taken with the options of the search"
-    kept = found(cluster, OPTIONS, start)
+    kept = found(cluster, STREAMED, start)
     assert kept.simulation.step_time <= sg.simulate(start, GRAPH).step_time * (1 + 1e-9)
 
 
@@ -128,7 +128,7 @@ def test_a_plan_to_start_from_does_not_bring_it_in() -> None:
 def test_a_plan_to_start_from_brings_in_no_option_that_is_not_tried(has: Choice) -> None:
     """Bounds hold of what a search tries: a plan that does more may be below them."""
     cluster = linked(20.0, 0.0)
-    begun = found(cluster, Options()).plan
+    begun = found(cluster, sg.Space()).plan
     (stage,) = begun.stages
     choices = {
         name: replace(choice, chunks=has.chunks, fused=has.fused)
@@ -137,7 +137,7 @@ def test_a_plan_to_start_from_brings_in_no_option_that_is_not_tried(has: Choice)
         for name, choice in stage.choices.items()
     }
     start = replace(begun, stages=(replace(stage, choices=choices),))
-    result = found(cluster, Options(), start)
+    result = found(cluster, sg.Space(start_options=False), start)
     plain = [choice for stage in result.plan.stages for choice in stage.choices.values()]
     assert all(choice.chunks == 1 and not choice.fused for choice in plain)
     assert result.notes["the plan to start from"] == "taken with the options of the search"

@@ -29,16 +29,7 @@ def graph() -> OperatorGraph:
 
 
 def search(graph: OperatorGraph, **wishes: Any) -> sg.SearchResult:
-    return sg.search(
-        graph,
-        CLUSTER,
-        budget=QUICK,
-        progress=False,
-        num_bounded=0,
-        num_skeletons=1,
-        baselines=(),
-        **wishes,
-    )
+    return sg.search(graph, CLUSTER, budget=QUICK, progress=False, baselines=(), **wishes)
 
 
 def zero_stages(plan: sg.Plan) -> set[int]:
@@ -48,65 +39,56 @@ def zero_stages(plan: sg.Plan) -> set[int]:
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        (
-            {"zero_stages": (0,), "constraints": sg.Constraints(zero_stages=(3,))},
-            "zero_stages asks for 0, but the constraints allow 3 only",
-        ),
-        (
-            {"schedule": "gpipe", "constraints": sg.Constraints(schedules=("1f1b",))},
-            "schedule asks for 'gpipe', but the constraints allow '1f1b' only",
-        ),
-        (
-            {"schedule": ("gpipe", "zb-h1"), "constraints": sg.Constraints(schedules=("1f1b",))},
-            "schedule asks for 'gpipe', 'zb-h1', but the constraints allow '1f1b' only",
-        ),
-        (
-            {
-                "options": sg.Options(recompute=("none",)),
-                "constraints": sg.Constraints(recompute=("full",)),
-            },
-            "constraints allow the recompute policies full, but the options try none",
-        ),
+        ({"zero_stages": (0, 4)}, r"zero_stages are \(0, 4\), of which there is no 4"),
+        ({"recompute": "some"}, "no recompute policy 'some'"),
+        ({"microbatches": []}, "microbatches allows nothing"),
+        ({"rewrites": -1}, "rewrites is -1"),
+        ({"bucket_bytes": -5}, "bucket_bytes is -5"),
+        ({"stream": True}, "nothing runs in pieces"),
     ],
 )
-def test_a_contradiction_names_both(graph: OperatorGraph, wishes: Any, words: str) -> None:
+def test_what_a_space_cannot_mean_is_refused(wishes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        search(graph, **wishes)
-    with pytest.raises(ValueError, match=words):
-        sg.search_sizes(graph, CLUSTER, [1], budget=QUICK, **wishes)
+        sg.Space(**wishes)
 
 
-@pytest.mark.parametrize(
-    "wishes",
-    [
-        {"zero_stages": (3,)},
-        {"constraints": sg.Constraints(zero_stages=(3,))},
-        {"zero_stages": (0, 3), "constraints": sg.Constraints(zero_stages=(1, 3))},
-    ],
-)
-def test_a_zero_stage_holds_wherever_it_is_said(graph: OperatorGraph, wishes: Any) -> None:
+def test_a_space_has_what_its_start_does(graph: OperatorGraph, plan: sg.Plan) -> None:
+    """Said or not: a plan to start from is one of those that are searched."""
+    begun = replace(plan, bucket_bytes=1 << 20)
+    assert sg.Space().options(begun).bucket_bytes == 1 << 20
+    assert sg.Space(bucket_bytes=0).options(begun).bucket_bytes == 0
+    stages = tuple(
+        replace(stage, choices={n: replace(c, chunks=2) for n, c in stage.choices.items()})
+        for stage in plan.stages
+    )
+    options = sg.Space(chunks=(1, 4), fuse=True).options(replace(plan, stages=stages))
+    assert (options.chunks, options.fuse, options.stream) == ((1, 2, 4), True, False)
+    alone = sg.Space(chunks=(1, 4), start_options=False).options(replace(begun, stages=stages))
+    assert (alone.chunks, alone.bucket_bytes) == ((1, 4), 0)
+
+
+def test_zero_stages_are_those_of_the_space(graph: OperatorGraph) -> None:
     """Of parameters whose gradients are summed over devices, that is; others have none."""
-    plan = search(graph, **wishes).plan
+    plan = search(graph, space=sg.Space(zero_stages=[3])).plan
     assert zero_stages(plan) <= {0, 3}
-    assert plan.to_json() == search(graph, zero_stages=(3,)).plan.to_json()
 
 
 def test_a_baseline_does_not_override_the_stages_asked_for() -> None:
     """Where memory is short ZeRO-3 wins among baselines, of which nobody was asked to take it."""
     wide = mlp([30_000, 30_000, 30_000], batch=64)
-    free = sg.search(wide, CLUSTER, budget=QUICK, progress=False, num_bounded=0)
-    held = sg.search(wide, CLUSTER, budget=QUICK, progress=False, num_bounded=0, zero_stages=(0,))
+    free = sg.search(wide, CLUSTER, budget=QUICK, progress=False)
+    held = sg.search(wide, CLUSTER, budget=QUICK, progress=False, space=sg.Space(zero_stages=0))
     assert held.baselines.keys() == free.baselines.keys()
     assert any(zero_stages(each.plan) - {0} for each in held.baselines.values())
     assert zero_stages(held.plan) == {0}
 
 
-@pytest.mark.parametrize("wishes", [{"schedule": "gpipe"}, {"schedule": ("gpipe", "1f1b")}])
+@pytest.mark.parametrize("wishes", ["gpipe", ("gpipe", "1f1b")])
 def test_a_schedule_holds_for_every_pipeline(graph: OperatorGraph, wishes: Any) -> None:
-    limits = sg.Constraints(pipeline=2)
-    given = wishes["schedule"]
-    allowed = {given} if isinstance(given, str) else set(given)
-    assert search(graph, constraints=limits, **wishes).plan.schedule in allowed
+    """One alone is said as it is."""
+    limits = sg.Space(pipeline=2, schedules=wishes)
+    assert limits.schedules == ((wishes,) if isinstance(wishes, str) else wishes)
+    assert search(graph, space=limits).plan.schedule in limits.schedules
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +124,9 @@ class TestStart:
 
 def test_the_report_searches_on_one_node_more_as_was_asked(graph: OperatorGraph) -> None:
     """A plan on one rank has a schedule that the constraints do not name; it matters nothing."""
-    limits = sg.Constraints(schedules=("gpipe",), pipeline=1)
-    result = search(graph, constraints=limits)
-    row = _one_node_more(result, default_costs(), QUICK, None, limits, None)
+    limits = sg.Space(schedules=("gpipe",), pipeline=1)
+    result = search(graph, space=limits)
+    row = _one_node_more(result, default_costs(), QUICK, limits, None)
     assert row[1] is not None
 
 
@@ -158,7 +140,7 @@ def test_virtual_stages_are_of_one_schedule() -> None:
 def test_what_is_forbidden_is_not_required() -> None:
     pair = (("vocab", "node"),)
     with pytest.raises(ValueError, match="both forbid and require name 'vocab' on 'node'"):
-        sg.Constraints(forbid=pair, require=pair)
+        sg.Space(forbid=pair, require=pair)
 
 
 def test_an_input_is_given_once() -> None:

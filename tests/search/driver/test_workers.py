@@ -22,10 +22,11 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.processes import worker_processes as workers_module
 from stratagem.searcher.processes.worker_processes import Workers, worker_count
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
+from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 
@@ -125,8 +126,15 @@ def test_a_part_that_is_dropped_is_not_done() -> None:
 
 def found_by(threads: int, **changed: object) -> SearchResult:
     graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
-    wishes = {"budget": Budget(200), "num_skeletons": 2, "num_bounded": 4, "seed": 3, **changed}
-    return search(graph, CLUSTER, num_threads=threads, **wishes)  # type: ignore[arg-type]
+    wishes = {
+        "budget": Budget(200),
+        "skeletons": 2,
+        "bounded": 4,
+        "seed": 3,
+        "threads": threads,
+        **changed,
+    }
+    return search(graph, CLUSTER, **in_records(wishes))
 
 
 @functools.cache
@@ -158,8 +166,8 @@ def test_measured_costs_and_constraints_are_sent_to_other_processes(
 ) -> None:
     with TimingCache(tmp_path / "timings.sqlite") as cache:
         costs = MeasuredCosts(cache, {"A100": describe_environment()}, RooflineCosts())
-    forbidden = Constraints(zero_stages=(0,), require=(("vocab", "device"),))
-    wishes = {"costs": costs, "constraints": forbidden, "baselines": ()}
+    forbidden = Space(zero_stages=(0,), require=(("vocab", "device"),))
+    wishes = {"costs": costs, "space": forbidden, "baselines": ()}
     alone = same(found_by(1, **wishes))
     monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
     result = found_by(2, **wishes)
@@ -189,6 +197,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.graph.models import gpt
+from tests.support.search_words import in_records
 
 search_course.SHARED_OPERATORS = 1
 
@@ -200,9 +209,8 @@ def show(progress):
 
 graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
-budget = Budget(int(sys.argv[1]))
-few = {"num_skeletons": 1, "num_bounded": 1, "baselines": (), "progress": show}
-result = search(graph, cluster, costs=Mine(), budget=budget, num_threads=2, **few)
+budget = Budget(int(sys.argv[1]), skeletons=1, bounded=1, threads=2)
+result = search(graph, cluster, costs=Mine(), budget=budget, baselines=(), progress=show)
 print(result.stop_reason.name, result.notes.get("other processes", "well"), flush=True)
 """
 

@@ -56,8 +56,7 @@ def test_a_method_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> 
         here.graph,
         here.cluster,
         baselines=("failing", "Chimera"),
-        budget=Budget(evaluations=50),
-        num_threads=1,
+        budget=Budget(evaluations=50, threads=1),
     )
     told = result.notes["method failing"]
     assert told == "not compared: it failed with ZeroDivisionError: no shares"
@@ -82,7 +81,7 @@ def test_what_is_no_failure_of_a_method_ends_it(
 
     monkeypatch.setitem(METHODS, "failing", failing)
     here = situation(mlp([64, 64], batch=16), per_node=2)
-    arguments = {"budget": Budget(evaluations=50), "num_threads": 1, "baselines": ("failing",)}
+    arguments = {"budget": Budget(evaluations=50, threads=1), "baselines": ("failing",)}
     if error is MemoryError:
         with pytest.raises(MemoryError):
             search(here.graph, here.cluster, **arguments)  # type: ignore[arg-type]
@@ -176,8 +175,8 @@ def test_a_method_for_which_there_was_no_time_is_told(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(METHODS, "endless", endless)
     here = situation(mlp([64, 64], batch=16), per_node=2)
-    budget = Budget(evaluations=50, seconds=0.5)
-    result = search(here.graph, here.cluster, baselines=["endless"], budget=budget, num_threads=1)
+    budget = Budget(evaluations=50, seconds=0.5, threads=1)
+    result = search(here.graph, here.cluster, baselines=["endless"], budget=budget)
     assert result.notes["method endless"] == "not compared: the search ended before"
     assert "endless" not in result.baselines
 

@@ -15,8 +15,8 @@ from stratagem.searcher.methods.literature import IN_BUCKETS, LITERATURE, screen
 from stratagem.searcher.methods.literature.setup_families import as_megatron_runs, megatron_setups
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline, with_buckets
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Method, Situation, rank
-from stratagem.searcher.space.skeletons import Options
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -111,7 +111,7 @@ def test_a_search_finds_the_same_whatever_buckets_baselines_have(
 ) -> None:
     def found() -> list[object]:
         result = search(
-            small(), CLUSTER, training=TRAINING, budget=Budget(300), prefer=prefer, num_threads=1
+            small(), CLUSTER, training=TRAINING, budget=Budget(300, threads=1), prefer=prefer
         )
         return [result.plan, result.fastest, result.bound, result.evaluations]
 
@@ -125,10 +125,8 @@ def test_a_search_finds_the_same_whatever_buckets_baselines_have(
 
 def test_buckets_and_what_is_faster_by_them_are_told() -> None:
     graph, name = small(), "DeepSpeed ZeRO-2"
-    budget = Budget(0, gap=0.9)
-    result = search(
-        graph, CLUSTER, training=TRAINING, baselines=[name], budget=budget, num_threads=1
-    )
+    budget = Budget(0, gap=0.9, threads=1)
+    result = search(graph, CLUSTER, training=TRAINING, baselines=[name], budget=budget)
     known = result.baselines[name]
     assert known.plan.bucket_bytes > 0 == result.plan.bucket_bytes
     names = [row[0] for row in result.table.rows]
@@ -136,7 +134,7 @@ def test_buckets_and_what_is_faster_by_them_are_told() -> None:
     assert name not in names
     is_faster = known.step_time < result.simulation.step_time
     assert (f"{FASTER_NOTE}{name}" in result.notes) == is_faster
-    needs = f"give Options(bucket_bytes={known.plan.bucket_bytes})"
+    needs = f"give Space(bucket_bytes={known.plan.bucket_bytes})"
     told = replace(result, notes={f"{FASTER_NOTE}{name}": needs})
     assert f"Faster, but beside what was searched: {name} ({needs})." in str(told)
     # And it does as it says.
@@ -146,8 +144,7 @@ def test_buckets_and_what_is_faster_by_them_are_told() -> None:
         training=TRAINING,
         baselines=[name],
         budget=budget,
-        options=Options(bucket_bytes=known.plan.bucket_bytes),
-        num_threads=1,
+        space=Space(bucket_bytes=known.plan.bucket_bytes),
     )
     assert asked.plan.bucket_bytes == known.plan.bucket_bytes
     assert asked.simulation.step_time <= known.step_time

@@ -14,7 +14,7 @@ from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.downhill import ANEW, Refiner
 from stratagem.searcher.improvement.neighbours import Neighbourhood
 from stratagem.searcher.improvement.outcomes import Fate
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.strategies import data_parallel
@@ -90,7 +90,7 @@ def test_a_neighbour_that_does_not_fit_as_it_is_chooses_anew() -> None:
     situation = Situation(graph, cluster, training, default_costs())
     start = situation.simulate(situation.plan(skeletons[0], choices, name="start"))
     assert start.fits
-    bound = Constraints(headroom=0.0).bind(graph)
+    bound = Space(headroom=0.0).bind(graph)
     sharpener = Sharpener(situation, Options(), (0, 3), bound, SINGLE, seed=0)
     refine = partial(sharpener.refine, skeletons[0], start.plan, ("1f1b",), 20)
     plain, anew = situation.simulate(refine().plan), refine(2_000)
@@ -119,10 +119,8 @@ def test_what_recomputes_something_else_on_the_pipeline_of_the_best_is_searched(
             graph,
             tight(base, 1.348 * most / 2**30),
             training=Training("float32"),
-            schedule=schedules,
-            budget=Budget(evaluations=300),
-            constraints=Constraints(recompute=policies, headroom=0.0),
-            num_threads=1,
+            space=Space(recompute=policies, headroom=0.0, schedules=schedules),
+            budget=Budget(evaluations=300, threads=1),
         )
         for policies in (None, ("none",))
     )
@@ -155,7 +153,7 @@ def test_what_leaves_too_little_free_recomputes_more_and_comes_to_an_end(headroo
     situation = Situation(graph, cluster, Training("float32"), default_costs())
     plan = situation.plan(whole, choices, name="whole")
     assert situation.simulate(plan).fits == (headroom > 0)
-    bound = Constraints(headroom=headroom).bind(graph)
+    bound = Space(headroom=headroom).bind(graph)
     sharpener = Sharpener(situation, Options(), (0,), bound, ("none", "full"), seed=0)
     settled = sharpener.settle(whole, choices, float("inf"), 1, seed=0)
     assert settled is not None

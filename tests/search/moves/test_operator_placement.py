@@ -16,10 +16,10 @@ from benchmarks.small_problems import FAMILIES, draw_graph
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement, pinned
 from stratagem.searcher.improvement.trials import Trials
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
@@ -36,6 +36,7 @@ from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support import cell_plans as cells
 from tests.support.examples import examples
+from tests.support.search_words import in_records
 
 
 class Tower(torch.nn.Module):
@@ -80,13 +81,13 @@ def far_apart(nodes: int = 2, per_node: int = 1) -> Cluster:
 
 def placed(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchResult:
     arguments = {
-        "options": Options(place=True),
+        "place": True,
         "budget": Budget(evaluations=200, gap=0.1),
         "baselines": (),
-        "num_threads": 1,
+        "threads": 1,
         **changed,
     }
-    return search(graph, cluster, **arguments)  # type: ignore[arg-type]
+    return search(graph, cluster, **in_records(arguments))
 
 
 # -- branches -------------------------------------------------------------------------------------
@@ -154,14 +155,14 @@ def test_two_towers_are_placed_apart(nodes: tuple[int, int]) -> None:
     """Their gradients need no sum then, and that is most of a step over slow links."""
     graph, cluster = two_towers(), far_apart(*nodes)
     result = placed(graph, cluster)
-    whole = placed(graph, cluster, options=Options())
+    whole = placed(graph, cluster, place=False)
     assert result.plan.has_pins
     assert not whole.plan.has_pins
     assert result.simulation.step_time < 0.9 * whole.simulation.step_time
     again = simulate_plan(result.plan, graph, default_costs())
     assert again.step_time == result.simulation.step_time
     assert "better than all others" in result.notes["operators on parts of meshes"]
-    assert "Options(place=True)" in whole.notes["operators on parts of meshes"]
+    assert "Space(place=True)" in whole.notes["operators on parts of meshes"]
     assert result.bound is not None
     assert whole.bound is not None
     assert result.bound <= result.simulation.step_time
@@ -173,7 +174,7 @@ def test_two_towers_are_placed_apart(nodes: tuple[int, int]) -> None:
 
 
 def test_who_does_not_ask_gets_no_note_where_nothing_lies_beside() -> None:
-    result = placed(mlp([64, 64], batch=16), far_apart(), options=Options())
+    result = placed(mlp([64, 64], batch=16), far_apart(), place=False)
     assert "operators on parts of meshes" not in result.notes
 
 
@@ -251,8 +252,8 @@ def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int
         plan = cells.random_plan(name, rng, pins=0.7, plain=True)
         situation = Situation(graph, plan.cluster, plan.training, cells.COSTS)
         options = Options(place=True, inputs_first=plan.inputs_first)
-        wishes = Constraints(microbatches=(plan.num_microbatches,)).bind(graph)
-        space = Space(situation, options, (0,), wishes, (plan.schedule,), (Form.PLACED,))
+        wishes = Space(microbatches=(plan.num_microbatches,)).bind(graph)
+        space = SkeletonList(situation, options, (0,), wishes, (plan.schedule,), (Form.PLACED,))
         space.bound_pipelines()
         space.is_looked_at = True
         bound = space.known_bound(math.inf)
@@ -266,7 +267,7 @@ def test_the_bound_is_near_where_placing_is_all_there_is_to_gain(*, inputs_first
     """Towers of large products on two devices work all the time, and send next to nothing."""
     graph = two_towers(batch=8192, inputs=4096, width=4096, depth=4)
     cluster = far_apart()
-    result = placed(graph, cluster, options=Options(place=True, inputs_first=inputs_first))
+    result = placed(graph, cluster, inputs_first=inputs_first)
     assert result.plan.has_pins
     assert result.bound is not None
     assert 0.6 < result.bound / result.simulation.step_time <= 1
@@ -277,8 +278,8 @@ def test_the_bound_is_near_where_placing_is_all_there_is_to_gain(*, inputs_first
 
 def test_constraints_hold_for_operators_on_parts() -> None:
     graph, cluster = two_towers(depth=2), far_apart()
-    kept = Constraints(pin={"users.*": (Shard("sample"),)})
-    result = placed(graph, cluster, constraints=kept)
+    kept = Space(pin={"users.*": (Shard("sample"),)})
+    result = placed(graph, cluster, space=kept)
     configs = {
         name: choice.config
         for stage in result.plan.stages

@@ -13,10 +13,10 @@ from benchmarks.small_problems import FAMILIES
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.sliced_and_mirrored import slicing_refused
 from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
@@ -31,6 +31,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.search_words import in_records
 
 HALF = Training("float16")
 SLICED, MIRRORED = "terapipe", "chimera"
@@ -69,16 +70,16 @@ ALL = ("1f1b", SLICED, MIRRORED)
 def found(graph: OperatorGraph, cluster: Cluster, **changed: object) -> SearchResult:
     """A short search, which tries both forms unless it is told."""
     arguments = {
-        "schedule": ALL,
+        "schedules": ALL,
         "training": HALF,
         "budget": Budget(evaluations=200),
-        "num_skeletons": 1,
-        "num_bounded": 0,
+        "skeletons": 1,
+        "bounded": 0,
         "baselines": (),
-        "num_threads": 1,
+        "threads": 1,
         **changed,
     }
-    return search(graph, cluster, **arguments)  # type: ignore[arg-type]
+    return search(graph, cluster, **in_records(arguments))
 
 
 @cache
@@ -95,7 +96,7 @@ def few_microbatches() -> OperatorGraph:
 
 def test_a_search_finds_slices_where_microbatches_are_few_and_links_slow() -> None:
     result = sliced()
-    whole = found(text(), far_apart(), schedule="1f1b")
+    whole = found(text(), far_apart(), schedules="1f1b")
     assert result.plan.schedule == SLICED
     assert result.plan.num_ranks > 1
     assert whole.plan.schedule == "1f1b"
@@ -110,10 +111,10 @@ def test_a_search_finds_slices_where_microbatches_are_few_and_links_slow() -> No
 @pytest.mark.parametrize(
     "changed",
     [
-        {"schedule": "1f1b"},
-        {"schedule": ("1f1b", MIRRORED)},
-        {"schedule": None, "constraints": Constraints(schedules=("gpipe",))},
-        {"constraints": Constraints(pipeline=1)},
+        {"schedules": "1f1b"},
+        {"schedules": ("1f1b", MIRRORED)},
+        {"schedules": ("gpipe",)},
+        {"pipeline": 1},
     ],
     ids=["one", "two", "constraints", "no pipeline"],
 )
@@ -128,14 +129,14 @@ def test_who_asks_for_no_slices_gets_none(changed: dict[str, object]) -> None:
 
 def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
     graph = decoder(num_layers=2, hidden=2048, sequence=2048, batch=2)
-    result = found(graph, far_apart(), schedule=None, budget=Budget(0))
+    result = found(graph, far_apart(), schedules=None, budget=Budget(0))
     assert result.plan.schedule == "1f1b"
     assert result.unbounded == ()
     assert result.gap is not None
     for name, words in ((SLICED, "sliced tokens"), (MIRRORED, "two directions")):
         told = result.notes[f"pipelines with {words}"]
         assert told == f"not tried: name {name!r} beside the other schedules"
-    asked = found(graph, far_apart(), schedule=("1f1b", SLICED), budget=Budget(0))
+    asked = found(graph, far_apart(), schedules=("1f1b", SLICED), budget=Budget(0))
     assert asked.unbounded == (Form.SLICED,)
     assert "pipelines with two directions" not in asked.notes
 
@@ -163,7 +164,7 @@ def test_a_search_goes_on_from_slices_and_is_as_good() -> None:
     before = simulate_plan(start, text(), default_costs()).step_time
     # Nothing is searched, as there are no evaluations: other numbers of slices are tried, as the
     # plan to start from has some.
-    result = found(text(), far_apart(), start=start, schedule=None, budget=Budget(evaluations=0))
+    result = found(text(), far_apart(), start=start, schedules=None, budget=Budget(evaluations=0))
     assert result.simulation.step_time < before
     assert result.plan.schedule == SLICED
     assert result.unbounded == (Form.SLICED,)
@@ -179,8 +180,8 @@ def test_what_shards_positions_is_sliced_without_that() -> None:
     start = setup.plan(graph, cluster)
     with pytest.raises(ValueError, match="sharded along its positions"):
         simulate_plan(replace(start, schedule=SLICED, token_slices=2), graph, default_costs())
-    wishes = Constraints(tensor=2, pipeline=2)
-    result = found(graph, cluster, start=start, constraints=wishes, budget=Budget(evaluations=0))
+    wishes = Space(tensor=2, pipeline=2)
+    result = found(graph, cluster, start=start, space=wishes, budget=Budget(evaluations=0))
     assert "simulated" in result.notes["pipelines with sliced tokens"]
 
 
@@ -188,9 +189,9 @@ def test_what_shards_positions_is_sliced_without_that() -> None:
 
 
 def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_stages() -> None:
-    wishes = Constraints(pipeline=4, microbatches=(4,), recompute=("none",))
-    result = found(few_microbatches(), beside(), constraints=wishes)
-    one = found(few_microbatches(), beside(), constraints=wishes, schedule="1f1b")
+    wishes = Space(pipeline=4, microbatches=(4,), recompute=("none",))
+    result = found(few_microbatches(), beside(), space=wishes)
+    one = found(few_microbatches(), beside(), space=wishes, schedules="1f1b")
     assert result.plan.is_mirrored
     assert not one.plan.is_mirrored
     assert result.simulation.step_time < 0.97 * one.simulation.step_time
@@ -203,8 +204,8 @@ def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_st
 
 def test_statistics_that_homes_would_share_have_one_home() -> None:
     graph = resnet(18, batch=16, image=32, classes=16)
-    wishes = Constraints(pipeline=2, microbatches=(4,), recompute=("none",))
-    result = found(graph, beside(), constraints=wishes)
+    wishes = Space(pipeline=2, microbatches=(4,), recompute=("none",))
+    result = found(graph, beside(), space=wishes)
     assert not result.plan.is_mirrored
     assert "pipelines with two directions" not in result.notes
     situation = Situation(graph, beside(), HALF, default_costs())
@@ -253,14 +254,14 @@ def test_the_bound_on_all_pipelines_holds_in_two_directions() -> None:
     graph = mlp([4096, 4096, 4096, 4096], batch=65536)
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     situation = Situation(graph, cluster, HALF, default_costs())
-    wishes = Constraints(microbatches=(2,)).bind(graph)
+    wishes = Space(microbatches=(2,)).bind(graph)
     steps = [
         situation.simulate(plan).step_time for plan in mirrored_plans(graph, cluster, 2, (2,))
     ]
     assert steps
     bounds = {}
     for forms in ((), (Form.MIRRORED,)):
-        space = Space(situation, Options(), (0,), wishes, ("1f1b",), forms)
+        space = SkeletonList(situation, Options(), (0,), wishes, ("1f1b",), forms)
         space.bound_pipelines()
         bounds[forms] = space.pipelines_bound
     assert bounds[Form.MIRRORED,] is not None
@@ -274,8 +275,8 @@ def test_no_mirrored_plan_is_under_its_bound(stages: int) -> None:
     graph = mlp([256, 1024, 64, 512], batch=32)
     cluster = beside()
     situation = Situation(graph, cluster, HALF, default_costs())
-    space = Space(
-        situation, Options(), (0,), Constraints().bind(graph), ("1f1b",), (Form.MIRRORED,)
+    space = SkeletonList(
+        situation, Options(), (0,), Space().bind(graph), ("1f1b",), (Form.MIRRORED,)
     )
     rng = np.random.default_rng(stages)
     plans = mirrored_plans(graph, cluster, stages, (2, 4, 8, 16, 32))
@@ -291,7 +292,7 @@ def test_no_mirrored_plan_is_under_its_bound(stages: int) -> None:
 @pytest.mark.parametrize("names", [(SLICED,), (MIRRORED,), (MIRRORED, SLICED)])
 def test_schedules_of_other_forms_are_made_of_plans_under_another(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="tried on plans that were found under another: name one"):
-        found(mlp([64, 64], batch=16), beside(), schedule=names)
+        found(mlp([64, 64], batch=16), beside(), schedules=names)
 
 
 def test_a_forward_pass_has_no_other_forms() -> None:
@@ -299,8 +300,8 @@ def test_a_forward_pass_has_no_other_forms() -> None:
     logits, _ = FAMILIES["chain"](b, np.random.default_rng(0))
     graph = b.build_forward({"logits": logits})
     with pytest.raises(ValueError, match="in which schedule 'chimera' would wait for"):
-        found(graph, beside(), schedule=("gpipe", MIRRORED))
-    result = found(graph, beside(), schedule=None)
+        found(graph, beside(), schedules=("gpipe", MIRRORED))
+    result = found(graph, beside(), schedules=None)
     assert result.unbounded == ()
 
 

@@ -32,7 +32,7 @@ from stratagem.searcher.improvement.neighbours import (
     registered_moves,
 )
 from stratagem.searcher.space.choices import Choices, choices_of
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeleton_of
 from stratagem.searcher.space.stage_cuts import StageCutter
@@ -233,14 +233,12 @@ def test_it_stops_when_told_and_after_as_many_simulations_as_it_may() -> None:
 
 def test_a_search_refines_pipelines_within_the_constraints() -> None:
     graph = uneven()
-    wishes = Constraints(pipeline=2, microbatches=(8,), recompute=("none",))
+    wishes = Space(pipeline=2, microbatches=(8,), recompute=("none",))
     found = search(
         graph,
         CLUSTER,
-        budget=Budget(evaluations=0),
-        constraints=wishes,
-        num_skeletons=3,
-        num_bounded=0,
+        budget=Budget(evaluations=0, skeletons=3, bounded=0),
+        space=wishes,
         baselines=(),
     )
     refined = {note: text for note, text in found.notes.items() if note.startswith("refined")}
@@ -308,10 +306,10 @@ def test_no_single_change_betters_the_pipeline_that_a_search_ends_with(
     graph = mlp([256, 4096, 256, 4096, 16, 4096], batch=16 * batch)
     base = Cluster.preset("dgx-a100", num_nodes=3, devices_per_node=1)
     link = replace(base.inter_node, bandwidth_gb_s=0.5)
-    wishes = Constraints(pipeline=3, schedules=(schedule,))
+    wishes = Space(pipeline=3, schedules=(schedule,))
     budget = Budget(evaluations=100)
     cluster = replace(base, inter_node=link)
-    result = search(graph, cluster, constraints=wishes, budget=budget, num_threads=1)
+    result = search(graph, cluster, space=wishes, budget=replace(budget, threads=1))
     situation = situation_of(graph, cluster)
     skeleton = skeleton_of(result.plan)
     assert len(skeleton.stages) == 3
@@ -495,7 +493,7 @@ def test_without_registered_moves_there_are_none() -> None:
 
 def test_other_processes_know_moves_that_were_registered(tripling: str) -> None:
     here = situation_of(two_stages()[0])
-    wishes = Constraints(headroom=0.0).bind(here.graph)
+    wishes = Space(headroom=0.0).bind(here.graph)
     arguments = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0).arguments
 
     def there(own: Registered) -> list[str]:
@@ -539,7 +537,7 @@ def test_a_module_that_registers_when_it_is_imported_is_sent(
         situation_of(two_stages()[0]),
         Options(),
         (0, 2),
-        Constraints(headroom=0.0).bind(two_stages()[0]),
+        Space(headroom=0.0).bind(two_stages()[0]),
         ("none",),
         0,
     ).arguments

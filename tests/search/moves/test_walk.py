@@ -28,7 +28,7 @@ from stratagem.searcher.improvement.outcomes import Known, Settled
 from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.space.choices import choices_of
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.strategies import data_parallel
@@ -174,10 +174,10 @@ def test_a_walk_finds_the_best_of_all_cuts_microbatches_and_choices(seed: int) -
         for place in range(1, layers)
         for count in (2, 4, 8)
     }
-    options, policies = Options(recompute=("none",)), ("none",)
+    options, policies = Options(), ("none",)
     situation = Situation(graph, CLUSTER, Training(), default_costs())
     sharpener = Sharpener(
-        situation, options, (0,), Constraints(headroom=0.0).bind(graph), policies, seed=0
+        situation, options, (0,), Space(headroom=0.0).bind(graph), policies, seed=0
     )
     best = min(
         exhaustive(sharpener.problem(Known(skeleton, 0.0, {}))[0], limit=10**5).score
@@ -225,7 +225,7 @@ def test_what_does_not_fit_settles_where_it_recomputes_more() -> None:
     graph, policies = small_gpt(batch=32), ("none", "selective", "full")
     situation, skeleton = tight(graph, 0.97)
     sharpener = Sharpener(
-        situation, Options(), (0,), Constraints(headroom=0.0).bind(graph), policies, seed=0
+        situation, Options(), (0,), Space(headroom=0.0).bind(graph), policies, seed=0
     )
     choices = data_parallel(graph, (1,))
     found = sharpener.settle(skeleton, choices, float("inf"), 50, 0)
@@ -252,7 +252,7 @@ def test_where_nothing_may_be_chosen_nothing_settles() -> None:
     graph = small_gpt(batch=32)
     situation, skeleton = tight(graph, 2.0)
     name = next(op.name for op in graph.operators if op.kind == "linear")
-    bound = Constraints(pin={name: (REPLICATE, REPLICATE)}).bind(graph)
+    bound = Space(pin={name: (REPLICATE, REPLICATE)}).bind(graph)
     sharpener = Sharpener(situation, Options(), (0,), bound, ("none",), seed=0)
     choices = data_parallel(graph, (1,))
     assert sharpener.settle(skeleton, choices, float("inf"), 50, 0) is None
@@ -271,11 +271,9 @@ def found_on(
     return search(
         graph,
         CLUSTER,
-        budget=Budget(evaluations),
-        constraints=Constraints(**wishes),  # type: ignore[arg-type]
-        num_bounded=0,
+        budget=Budget(evaluations, bounded=0, seed=2),
+        space=Space(**wishes),
         baselines=(),
-        seed=2,
         progress=progress,
     )
 

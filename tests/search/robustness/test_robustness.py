@@ -129,7 +129,7 @@ def test_the_fastest_plan_is_compared_beside_the_simplest(result) -> None:
 
 
 def test_a_search_without_draws_or_time_says_so(result) -> None:
-    quick = {"budget": sg.Budget(0), "num_bounded": 0, "baselines": (), "progress": False}
+    quick = {"budget": sg.Budget(0, bounded=0), "baselines": (), "progress": False}
     none = sg.search(result.graph, result.plan.cluster, draws=0, **quick)
     assert none.robustness is None
     assert "best in" not in none.table.columns

@@ -82,7 +82,7 @@ def test_microbatches_recompute_and_zero_are_those_asked_for() -> None:
 
 def test_a_search_betters_what_is_open_and_keeps_what_is_said() -> None:
     done = sg.annotate(GRAPH, CLUSTER, AXES, MEGATRON)
-    result = sg.search(GRAPH, CLUSTER, start=done.plan, constraints=done.constraints, **BRIEF)
+    result = sg.search(GRAPH, CLUSTER, start=done.plan, space=done.space, **BRIEF)
     (stage,) = result.plan.stages
     assert stage.mesh.shape == (2, 4)
     for name, choice in stage.choices.items():
@@ -111,7 +111,7 @@ def test_a_search_keeps_parameters_and_what_must_stay_whole(
     graph = sg.models.mlp([64, 256, 64], batch=64)
     tensor = {"h.0.mlp.up": "layers.0", "h.0.mlp.up.weight": "layers.0.weight"}[tensor]
     done = sg.annotate(graph, CLUSTER, AXES, {tensor: asked, "layers.1": {"data": "sample"}})
-    result = sg.search(graph, CLUSTER, start=done.plan, constraints=done.constraints, **BRIEF)
+    result = sg.search(graph, CLUSTER, start=done.plan, space=done.space, **BRIEF)
     choice = result.plan.stages[0].choices["layers.0"]
     axis = list(AXES).index(next(iter(asked)))
     dim = asked[next(iter(asked))]
@@ -146,7 +146,7 @@ def test_a_completed_plan_never_breaks_its_own_constraints(data: st.DataObject) 
         assert "empty shard" in error
         return
     simulation = sg.simulate(done.plan, GRAPH)
-    assert done.constraints.bind(GRAPH).violations(simulation) == []
+    assert done.space.bind(GRAPH).violations(simulation) == []
 
 
 @pytest.mark.slow

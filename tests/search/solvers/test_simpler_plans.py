@@ -196,7 +196,7 @@ def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
         "budget": sg.Budget(100, gap=0.05),
         "progress": False,
     }
-    wishes["constraints"] = sg.Constraints(headroom=0.0)
+    wishes["constraints"] = sg.Space(headroom=0.0)
     pair = replace(cluster(), devices_per_node=2)
     free = sg.search(graph, pair, baselines=(), **wishes)
     room = cluster(0.7 * free.simulation.peak_memory / 2**30)
@@ -223,7 +223,7 @@ def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
 def both(graph: OperatorGraph, bound: float | None) -> sg.SearchResult:
     """A search that came to a varied plan, and gives a simple one that takes 3 % more."""
     one = replace(cluster(), devices_per_node=1)
-    found = searching.search(graph, one, budget=Budget(0), num_bounded=0, baselines=())
+    found = searching.search(graph, one, budget=Budget(0, bounded=0), baselines=())
     fastest = simulated(mixed(graph, (1, 3, 1, 3)), graph)
     plain = replace(simulated(mixed(graph, (1,) * LAYERS), graph))
     plain = replace(plain, step_time=1.03 * fastest.step_time)
@@ -281,7 +281,7 @@ def test_a_simpler_plan_that_is_faster_is_the_fastest(monkeypatch: pytest.Monkey
     """GPT-2 on 16 A100s had a simplest plan that took 2 µs less than the "fastest" beside it."""
     graph = small(2)
     pair = replace(cluster(), devices_per_node=2)
-    begun = searching.search(graph, pair, budget=Budget(evaluations=0), num_bounded=0)
+    begun = searching.search(graph, pair, budget=Budget(evaluations=0, bounded=0))
     own = searching.simplest
 
     def found(*arguments: Any) -> Simulation:
@@ -293,6 +293,6 @@ def test_a_simpler_plan_that_is_faster_is_the_fastest(monkeypatch: pytest.Monkey
         return faster
 
     monkeypatch.setattr(searching, "simplest", found)
-    result = searching.search(graph, pair, budget=Budget(evaluations=0), num_bounded=0)
+    result = searching.search(graph, pair, budget=Budget(evaluations=0, bounded=0))
     assert result.simulation.step_time == pytest.approx(0.9 * begun.simulation.step_time)
     assert result.fastest is None

@@ -16,7 +16,7 @@ from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, Skeleto
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import beside_waiting
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.strategies import data_parallel
@@ -110,7 +110,7 @@ def test_a_plan_that_fits_is_looked_for_beside_what_waits() -> None:
 
 def test_a_skeleton_that_is_counted_through_has_a_plan_that_fits() -> None:
     situation, problem, best = between()
-    bound = Constraints(headroom=0.0).bind(situation.graph)
+    bound = Space(headroom=0.0).bind(situation.graph)
     sharpener = Sharpener(situation, Options(), ZERO_STAGES, bound, ("none",), seed=0)
     first = simulated(situation, problem, best)
     found = sharpener.sharpen(Known(flat(situation), 0.0, {}), np.inf)
@@ -128,7 +128,7 @@ def test_choices_that_are_no_plan_of_the_wish_are_changed_where_it_costs_least(w
     """With `tensor=2` some operator must be cut in two, though samples alone would be faster."""
     roomy = late(sizes=(256, 512, 256))
     problem = priced(roomy)
-    bound = Constraints(tensor=ways).bind(roomy.graph)
+    bound = Space(tensor=ways).bind(roomy.graph)
 
     def admits(choice: Ints) -> bool:
         plan = problem.plan(choice, name="x", seed=0, fingerprint=roomy.graph.fingerprint)

@@ -11,7 +11,7 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.space.choices import choices_of
-from stratagem.searcher.space.constraints import AXES, Constraints
+from stratagem.searcher.space.constraints import AXES, Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import all_skeletons
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -24,6 +24,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from tests.support.plans import few
+from tests.support.search_words import in_records
 
 GRAPH = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8)
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)
@@ -31,11 +32,11 @@ SAMPLES: Config = (Shard("sample"),)
 
 
 def found(  # type: ignore[no-untyped-def]
-    constraints: Constraints, cluster: Cluster = CLUSTER, **changed: object
+    constraints: Space, cluster: Cluster = CLUSTER, **changed: object
 ):
-    given = {"num_skeletons": 1, "num_bounded": 0, "baselines": (), **changed}
+    given = {"skeletons": 1, "bounded": 0, "baselines": (), **changed}
     budget = Budget(evaluations=60, gap=0.3)
-    return search(GRAPH, cluster, constraints=constraints, budget=budget, **given)  # type: ignore[arg-type]
+    return search(GRAPH, cluster, **in_records({"space": constraints, "budget": budget, **given}))
 
 
 def test_axes_are_those_of_the_search() -> None:
@@ -52,14 +53,14 @@ def test_a_misspelt_axis_is_refused(what: str) -> None:
     pairs = (("heads", "device"), ("vocab", "nodes"))
     said = rf"no axis to {what} for dim 'vocab' called 'nodes' \(did you mean 'node'\?\)"
     with pytest.raises(ValueError, match=said):
-        found(Constraints(**{what: pairs}))  # type: ignore[arg-type]
+        found(Space(**{what: pairs}))  # type: ignore[arg-type]
 
 
 def test_an_axis_of_the_plan_to_start_from_is_known() -> None:
     setup = TrainingSetup(microbatch=1, training=Training()).plan(GRAPH, CLUSTER)
     ring = DeviceMesh((MeshAxis("ring", 4), MeshAxis("one", 1)), setup.stages[0].mesh.devices)
     start = replace(setup, stages=(replace(setup.stages[0], mesh=ring),))
-    wishes = Constraints(require=(("batch", "ring"),))
+    wishes = Space(require=(("batch", "ring"),))
     with pytest.raises(ValueError, match="no axis to require for dim 'batch' called 'ring'"):
         found(wishes)
     assert not wishes.bind(GRAPH).violations(found(wishes, start=start).simulation)
@@ -68,13 +69,13 @@ def test_an_axis_of_the_plan_to_start_from_is_known() -> None:
 def test_a_pinned_dim_that_the_operator_lacks_is_refused() -> None:
     said = r"pin of 'norm': no dim 'sampel' \(did you mean 'sample'"
     with pytest.raises(ValueError, match=said):
-        Constraints(pin={"norm": (Shard("sampel"),)}).bind(GRAPH)
+        Space(pin={"norm": (Shard("sampel"),)}).bind(GRAPH)
 
 
 @pytest.mark.parametrize("pin", few(["layers.0.*.*", "layers.0.mlp.gate"], 1))
 def test_rewritten_graphs_keep_what_is_pinned(pin: str) -> None:
     """A pinned operator that a rewriting merged once ended the search with an error."""
-    result = found(Constraints(pin={pin: SAMPLES}), num_rewritten=2)
+    result = found(Space(pin={pin: SAMPLES}), rewrites=2)
     said = [why for why in result.notes if why.startswith("rewritten graphs left out")]
     assert any("is pinned, which they merge with others or split" in why for why in said)
     graph = result.plan.rewrite(GRAPH).graph
@@ -86,8 +87,8 @@ def test_rewritten_graphs_keep_what_is_pinned(pin: str) -> None:
 
 def test_rewritten_graphs_may_merge_what_is_not_pinned() -> None:
     node = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
-    result = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), node, num_rewritten=2)
-    plain = found(Constraints(pin={"layers.0.mlp.gate": SAMPLES}), node)
+    result = found(Space(pin={"layers.0.mlp.gate": SAMPLES}), node, rewrites=2)
+    plain = found(Space(pin={"layers.0.mlp.gate": SAMPLES}), node)
     assert len(result.space) > len(plain.space)
 
 
@@ -107,11 +108,9 @@ def test_a_rewritten_start_without_what_is_pinned_is_only_compared(pin: str) -> 
     result = search(
         graph,
         CLUSTER,
-        constraints=Constraints(pin={pin: config}),
+        space=Space(pin={pin: config}),
         start=start,
-        budget=Budget(evaluations=60, gap=0.3),
-        num_skeletons=1,
-        num_bounded=0,
+        budget=Budget(evaluations=60, gap=0.3, skeletons=1, bounded=0),
         baselines=(),
     )
     assert all(f"layers.{k}.mlp.gate" in choices_of(result.plan) for k in range(2))

@@ -12,7 +12,7 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.simple_strategies import with_buckets
 from stratagem.searcher.report.robustness import robustness
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.headroom import (
@@ -21,6 +21,7 @@ from stratagem.simulator.hardware.headroom import (
     Headroom,
     measured_headroom,
 )
+from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256, 256, 256], batch=64)
@@ -35,9 +36,8 @@ def searched(nbytes: int, headroom: float | str | Headroom) -> SearchResult:
     return search(
         GRAPH,
         with_memory(nbytes),
-        budget=Budget(evaluations=0),
-        num_bounded=0,
-        constraints=Constraints(headroom=headroom),
+        budget=Budget(evaluations=0, bounded=0),
+        space=Space(headroom=headroom),
     )
 
 
@@ -63,12 +63,12 @@ def test_what_a_calibration_reserves_is_not_left_free_once_more() -> None:
 def test_cpus_leave_nothing_free() -> None:
     cluster = Cluster.preset("local-cpu")
     assert not measured_headroom(cluster)
-    assert Constraints().room(cluster) == Headroom()
+    assert Space().room(cluster) == Headroom()
 
 
 def test_an_unknown_headroom_is_refused() -> None:
     with pytest.raises(ValueError, match="headroom is 'most'; give a share"):
-        Constraints(headroom="most")
+        Space(headroom="most")
     with pytest.raises(ValueError, match="headroom of -1 bytes"):
         Headroom(0.1, -1)
 
@@ -140,14 +140,14 @@ def test_a_search_leaves_the_measured_headroom_free_unless_told() -> None:
     graph, cluster = mlp([8192, 8192, 8192, 8192], batch=16384), with_memory(whole)
     arguments = {
         "budget": Budget(evaluations=200),
-        "num_bounded": 2,
-        "num_skeletons": 1,
+        "bounded": 2,
+        "skeletons": 1,
         "baselines": (),  # The simple strategies are there all the same.
     }
     room = measured_headroom(cluster)
     usable = room.usable(whole)
-    careful = search(graph, cluster, **arguments)  # type: ignore[arg-type]
-    filling = search(graph, cluster, constraints=Constraints(headroom=0.0), **arguments)  # type: ignore[arg-type]
+    careful = search(graph, cluster, **in_records(arguments))
+    filling = search(graph, cluster, **in_records({**arguments, "headroom": 0.0}))
     assert careful.headroom == room
     assert careful.simulation.fits
     assert careful.simulation.peak_memory <= usable < filling.simulation.peak_memory

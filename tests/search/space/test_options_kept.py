@@ -9,7 +9,7 @@ import pytest
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.methods.literature.setup_families import megatron_setups, zero_setups
-from stratagem.searcher.space.constraints import BoundConstraints, Constraints
+from stratagem.searcher.space.constraints import BoundConstraints, Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.models import gpt, mlp
@@ -27,11 +27,11 @@ def two_linears() -> OperatorGraph:
     return mlp([256, 256, 256], batch=64)
 
 
-def drawn_options(number: int) -> Options:
+def drawn_space(number: int) -> Space:
     rng = np.random.default_rng(number)
     chunks = (1, 2) if rng.random() < 0.5 else (1,)
     policies = (("none", "full"), ("full",), ("none",), ("selective", "full"))
-    return Options(
+    return Space(
         recompute=policies[rng.integers(len(policies))],
         chunks=chunks,
         fuse=bool(rng.random() < 0.5),
@@ -41,6 +41,7 @@ def drawn_options(number: int) -> Options:
         stream=len(chunks) > 1 and bool(rng.random() < 0.5),
         place=bool(rng.random() < 0.5),
         in_sums=bool(rng.random() < 0.5),
+        headroom=0.0,
     )
 
 
@@ -68,19 +69,19 @@ def test_no_search_gives_or_proves_what_its_options_do_not_allow(number: int) ->
     """
     graph = two_linears()
     cluster = cluster_of(2, 1, 0.5)
-    options = drawn_options(number)
-    found = quick(graph, cluster, options=options, baselines=("REINFORCE", "Megatron-LM 3D"))
+    space = drawn_space(number)
+    options = space.options()
+    found = quick(graph, cluster, space=space, baselines=("REINFORCE", "Megatron-LM 3D"))
     assert breaches(found.plan, options) == []
-    start = quick(graph, cluster, options=drawn_options(1000 + number)).plan
-    told = quick(graph, cluster, options=options, start=start)
+    start = quick(graph, cluster, space=drawn_space(1000 + number)).plan
+    told = quick(graph, cluster, space=replace(space, start_options=False), start=start)
     assert breaches(told.plan, replace(options, place=options.place or start.has_pins)) == []
     # Nobody's options: those of the plan to start from, which is not made worse.
     own = quick(graph, cluster, start=start)
     again = simulate_plan(start, graph, default_costs()).step_time
     assert own.simulation.step_time <= again * (1 + 1e-9)
-    if "none" not in options.recompute:
-        letter = Constraints(recompute=options.recompute).bind(graph)
-        assert letter.violations(found.simulation) == letter.violations(told.simulation) == []
+    letter = Space(recompute=space.recompute, headroom=0.0).bind(graph)
+    assert letter.violations(found.simulation) == letter.violations(told.simulation) == []
     for result in (found, told, own):
         assert result.bound is not None
         assert result.bound <= result.simulation.step_time * (1 + 1e-9)
@@ -94,7 +95,7 @@ def test_what_megatron_and_deepspeed_do_is_an_option_of_a_search_that_is_told_no
     setups = [*megatron_setups(situation), *zero_setups(situation, 2), *zero_setups(situation, 3)]
     assert any(setup.sequence_parallel for setup in setups)
     assert any(setup.virtual_stages > 1 for setup in setups)
-    incumbent = Incumbent(BoundConstraints(Constraints(), graph), Options())
+    incumbent = Incumbent(BoundConstraints(Space(), graph), Options())
     for setup in setups:
         try:
             plan = setup.plan(graph, cluster)

@@ -13,7 +13,7 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.processes.worker_processes import Workers
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import (
     formed_schedules,
     run_of,
@@ -41,6 +41,7 @@ from stratagem.simulator.schedules.named_schedules import (
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
 from stratagem.simulator.simulation.plan_in_words import describe
 from tests.support.plans import few
+from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
@@ -90,13 +91,13 @@ def test_a_search_under_another_name_ends_alike(name: str) -> None:
     arguments = {
         "budget": Budget(evaluations=200, gap=0.02),
         "baselines": (),
-        "num_skeletons": 2,
-        "num_bounded": 4,
-        "constraints": Constraints(pipeline=2, microbatches=(4,)),
+        "skeletons": 2,
+        "bounded": 4,
+        "space": Space(pipeline=2, microbatches=(4,)),
     }
-    plain = search(here.graph, CLUSTER, schedule=name, **arguments)  # type: ignore[arg-type]
+    plain = search(here.graph, CLUSTER, **in_records({**arguments, "schedules": name}))
     with renamed(name) as copy:
-        found = search(here.graph, CLUSTER, schedule=copy, **arguments)  # type: ignore[arg-type]
+        found = search(here.graph, CLUSTER, **in_records({**arguments, "schedules": copy}))
         assert found.plan.schedule == copy
         assert found.simulation.step_time == plain.simulation.step_time
         assert (found.bound, found.listed_bound) == (plain.bound, plain.listed_bound)
@@ -140,7 +141,7 @@ def test_schedules_with_several_homes_updates_or_slices_are_not_searched(name: s
     if name in formed_schedules():
         refused = f"schedule '{name}' is tried on plans that were found under another"
     with pytest.raises(ValueError, match=refused):
-        search(mlp([64, 64], batch=32), CLUSTER, schedule=name)
+        search(mlp([64, 64], batch=32), CLUSTER, space=Space(schedules=name))
 
 
 def test_what_is_registered_must_be_new_and_whole() -> None:
@@ -175,7 +176,7 @@ def bound_of(sharpener: Sharpener, skeleton: Skeleton) -> float:
 
 def test_other_processes_know_schedules_that_were_registered() -> None:
     here = situation()
-    wishes = Constraints().bind(here.graph)
+    wishes = Space().bind(here.graph)
     sharpener = Sharpener(here, Options(), (0, 2), wishes, ("none",), 0)
     with renamed("zb-h1") as copy:
         skeleton = next(

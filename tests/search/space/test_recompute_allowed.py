@@ -1,4 +1,4 @@
-"""Constraints on recompute policies hold for every plan that a search may hand back."""
+"""Space on recompute policies hold for every plan that a search may hand back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.space.constraints import Constraints
-from stratagem.searcher.space.skeletons import Options
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.checkpoint_segments import recomputed_operators
 from stratagem.simulator.graph.models import gpt
@@ -18,6 +17,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.support.search_words import in_records
 
 GRAPH = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=64, sequence=32, batch=8)
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
@@ -34,17 +34,17 @@ def recomputed(plan: Plan) -> list[set[str]]:
     ]
 
 
-def found(wishes: Constraints, **changed: Any) -> SearchResult:
-    given = {"num_skeletons": 1, "num_bounded": 0, "baselines": (), **changed}
+def found(wishes: Space, **changed: Any) -> SearchResult:
+    given = {"skeletons": 1, "bounded": 0, "baselines": (), **changed}
     return search(
-        GRAPH, CLUSTER, constraints=wishes, budget=Budget(evaluations=60, gap=0.1), **given
+        GRAPH, CLUSTER, **in_records({"space": wishes, "budget": Budget(60, gap=0.1), **given})
     )
 
 
 @pytest.mark.parametrize("allowed", [("full",), ("selective",), ("selective", "full")])
 def test_no_plan_recomputes_otherwise(allowed: tuple[str, ...]) -> None:
     """Baselines recompute nothing where they fit: one of them was the plan of such a search."""
-    wishes = Constraints(recompute=allowed, max_pipeline=1, microbatches=(1, 2))
+    wishes = Space(recompute=allowed, max_pipeline=1, microbatches=(1, 2))
     result = found(wishes)
     policies = [recomputed_operators(GRAPH, policy) for policy in allowed]
     for stage, names in zip(result.plan.stages, recomputed(result.plan), strict=True):
@@ -57,7 +57,7 @@ def test_no_plan_recomputes_otherwise(allowed: tuple[str, ...]) -> None:
 def test_what_a_plan_recomputes_is_said(policy: str) -> None:
     simulation = simulate_plan(setup(policy, pipeline=2), GRAPH, RooflineCosts())
     for allowed in ("none", "selective", "full"):
-        found = Constraints(recompute=(allowed,)).bind(GRAPH).breaks(simulation)
+        found = Space(recompute=(allowed,)).bind(GRAPH).breaks(simulation)
         said = [f"stage {s} follows no recompute policy of {allowed}" for s in range(2)]
         assert found == ([] if allowed == policy else said)
 
@@ -65,16 +65,9 @@ def test_what_a_plan_recomputes_is_said(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_start_that_recomputes_is_taken_as_such(policy: str) -> None:
     """The skeleton of a start was one that recomputes nothing, which none of its plans may be."""
-    wishes = Constraints(recompute=("full",), pipeline=2, microbatches=(2, 4))
+    wishes = Space(recompute=("full",), pipeline=2, microbatches=(2, 4))
     result = found(wishes, start=setup(policy, pipeline=2))
     assert wishes.bind(GRAPH).violations(result.simulation) == []
     assert {str(record.skeleton.recompute) for record in result.space} == {"full"}
     compared = result.notes.get("the plan to start from is only compared")
     assert (compared == "it does not meet the constraints") == (policy == "none")
-
-
-def test_options_may_leave_out_the_policy_of_a_known_plan() -> None:
-    wishes = Constraints(pipeline=2, microbatches=(2, 4))
-    options = Options(recompute=("full",))
-    start = setup("none", pipeline=2)
-    assert found(wishes, start=start, options=options).simulation.fits

@@ -13,6 +13,7 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.roomy_choices import always_fits, may_always_fit, roomy_problem
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
 from stratagem.searcher.space.stage_cuts import by_stage, layer_units
@@ -137,11 +138,9 @@ def test_a_search_says_what_it_left_out() -> None:
     result = search(
         graph,
         CLUSTER,
-        budget=Budget(evaluations=200, gap=0.1),
+        budget=Budget(evaluations=200, gap=0.1, skeletons=1, bounded=0),
         baselines=(),
-        num_skeletons=1,
-        num_bounded=0,
-        options=REGATHER,
+        space=Space(regather=True),
     )
     assert any("gathering inputs again" in note for note in result.notes.values())
     assert result.bound is not None

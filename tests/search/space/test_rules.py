@@ -44,9 +44,9 @@ def graph() -> OperatorGraph:
 
 
 def search(graph: OperatorGraph, *rules: sg.Rule) -> sg.SearchResult:
-    wishes = sg.Constraints(pipeline=1, zero_stages=(0,), rules=rules)
+    wishes = sg.Space(pipeline=1, zero_stages=(0,), rules=rules)
     budget = sg.Budget(evaluations=200, gap=0.1)
-    return sg.search(graph, CLUSTER, constraints=wishes, budget=budget, progress=False)
+    return sg.search(graph, CLUSTER, space=wishes, budget=budget, progress=False)
 
 
 def is_allowed(plan: sg.Plan, graph: OperatorGraph) -> bool:
@@ -88,7 +88,7 @@ def test_the_best_of_what_rules_allow_is_found(graph: OperatorGraph) -> None:
 def test_choices_are_those_that_the_rule_says(graph: OperatorGraph) -> None:
     skeleton = next(skeletons(graph, CLUSTER))
     given = (graph, skeleton, CLUSTER, sg.Training(), default_costs(), (0,))
-    bound = sg.Constraints(rules=RULES[:1]).bind(graph)
+    bound = sg.Space(rules=RULES[:1]).bind(graph)
     free, held = make_problem(*given), make_problem(*given, constraints=bound)
     mesh = skeleton.meshes[0]
     for operator, some, every in zip(graph.operators, held.choices, free.choices, strict=True):
@@ -100,11 +100,9 @@ def test_a_plan_to_start_from_is_held_to_rules_too(graph: OperatorGraph) -> None
     setup = sg.TrainingSetup(microbatch=32, training=sg.Training())
     plan = setup.plan(graph, CLUSTER)
     assert any(Shard("sample") in choice.config for choice in choices_of(plan).values())
-    wishes = sg.Constraints(rules=RULES)
+    wishes = sg.Space(rules=RULES)
     budget = sg.Budget(evaluations=50, gap=0.1)
-    found = sg.search(
-        graph, CLUSTER, start=plan, constraints=wishes, budget=budget, progress=False
-    )
+    found = sg.search(graph, CLUSTER, start=plan, space=wishes, budget=budget, progress=False)
     assert found.plan.num_microbatches == 2
 
 
@@ -114,7 +112,7 @@ def test_what_says_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="a rule without a name"):
         sg.Rule("", skeletons=cuts_the_batch)
     with pytest.raises(ValueError, match="2 rules are called 'two microbatches'"):
-        sg.Constraints(rules=(RULES[1], RULES[1]))
+        sg.Space(rules=(RULES[1], RULES[1]))
 
 
 def test_the_names_of_rules_are_told(graph: OperatorGraph) -> None:

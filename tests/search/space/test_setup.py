@@ -8,7 +8,7 @@ import torch
 
 from stratagem.executor import execute
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.stage_cuts import layer_stages
 from stratagem.searcher.space.strategies import LeftWhole
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -296,16 +296,16 @@ def test_heads_that_cannot_be_cut_are_told_of():
     for name, choice in plan.stages[0].choices.items():
         assert (choice.config[1] == REPLICATE) >= (".attn." in name)
     with pytest.warns(LeftWhole, match="tensor is 16"):
-        Constraints(tensor=16).check_degrees(graph, 16)
+        Space(tensor=16).check_degrees(graph, 16)
 
 
 @pytest.mark.parametrize(("devices", "pipeline"), [(1, None), (4, 4)])
 def test_a_search_for_zero_needs_devices_to_shard_over(devices, pipeline):
     graph = mlp([8, 8], batch=4)
-    wishes = Constraints(zero_stages=(1, 3), pipeline=pipeline)
+    wishes = Space(zero_stages=(1, 3), pipeline=pipeline)
     with pytest.raises(ValueError, match=rf"{devices} devices in .* nothing to shard over"):
-        search(graph, CLUSTER.with_devices(devices), constraints=wishes)
-    Constraints(zero_stages=(0, 3), pipeline=pipeline).check_degrees(graph, devices)
+        search(graph, CLUSTER.with_devices(devices), space=wishes)
+    Space(zero_stages=(0, 3), pipeline=pipeline).check_degrees(graph, devices)
     wishes.check_degrees(graph, 2 * devices)
 
 

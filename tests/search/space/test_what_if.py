@@ -11,8 +11,8 @@ import pytest
 from benchmarks.properties.drawn import draw_plan, draw_shape
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.what_if import WhatIf
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
-from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Pin
@@ -42,8 +42,8 @@ def plan_of(name: str, graph: OperatorGraph = GRAPH) -> Plan:
 )
 def test_every_outcome_is_that_of_the_changed_plan(name: str) -> None:
     """Random walks of proposals; step and memory as simulated from scratch, to the nanosecond."""
-    options = Options(chunks=(1, 2), fuse=True, stream=True)
-    what_if = WhatIf(plan_of(name), GRAPH, options=options)
+    space = Space(chunks=(1, 2), fuse=True, stream=True)
+    what_if = WhatIf(plan_of(name), GRAPH, space=space)
     rng = np.random.default_rng(0)
     names = [op.name for op in GRAPH.operators if len(what_if.choices(op.name)) > 1]
     first = simulate_plan(what_if.plan, GRAPH, COSTS)
@@ -156,11 +156,22 @@ def test_what_a_plan_cannot_have_is_no_choice_of_it() -> None:
     assert 3 not in {choice.zero for choice in every}
     assert 2 in {choice.zero for choice in every}
     plan, graph = drawn("chimera")
-    what_if = WhatIf(plan, graph, options=Options(fuse=True))
+    what_if = WhatIf(plan, graph, space=Space(fuse=True))
     trained = [op.name for op in graph.operators if op.weights]
     assert not any(choice.fused for name in trained for choice in what_if.choices(name))
     with pytest.raises(ValueError, match="cannot have Choice"):
         what_if.propose({trained[0]: replace(what_if.choices(trained[0])[0], fused=True)})
+
+
+def test_what_a_space_does_not_allow_is_no_choice() -> None:
+    """But for what the plan does."""
+    plan = plan_of("ZeRO-3")
+    held = WhatIf(plan, GRAPH, space=Space(zero_stages=0, forbid=(("vocab", "device"),)))
+    for name in GRAPH.names:
+        allowed = [c for c in held.choices(name) if c != plan.choice(name)]
+        assert {choice.zero for choice in allowed} <= {0}
+    free = {c.config for c in WhatIf(plan, GRAPH).choices("lm_head")}
+    assert {c.config for c in held.choices("lm_head")} < free
 
 
 def test_a_proposal_is_not_yet_the_plan() -> None:

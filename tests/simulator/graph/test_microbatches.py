@@ -16,7 +16,6 @@ from examples.models import SmallGPT
 from stratagem.executor.running.execute import execute
 from stratagem.executor.state.parameter_parts import model_state
 from stratagem.searcher.methods.registry import METHODS
-from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.graph_rewrites import steps
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import replicated
@@ -303,11 +302,9 @@ def test_a_search_of_a_whole_batch_tries_one_microbatch_and_says_so() -> None:
     assert any(record.skeleton.num_ranks == 2 for record in result.space)
     assert "sqrt" in result.notes["batch not cut into microbatches"]
     assert "takes the sqrt" in " ".join(describe(result.simulation, graph).split())
+    two = sg.Space(microbatches=(2,))
     with pytest.raises(ValueError, match=r"cut into 2 microbatches: .* takes the sqrt"):
-        sg.search(
-            graph, cluster, budget=budget, constraints=Constraints(microbatches=(2,)),
-            progress=False,
-        )  # fmt: skip
+        sg.search(graph, cluster, budget=budget, space=two, progress=False)
 
 
 def test_every_method_of_the_literature_keeps_a_whole_batch_whole() -> None:

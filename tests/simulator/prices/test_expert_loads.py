@@ -124,8 +124,7 @@ def test_loads_are_kept_in_plans_and_said_on_the_command_line(
         graph,
         sg.Cluster.preset("local-cpu", devices_per_node=2),
         training=training,
-        budget=sg.Budget(evaluations=20),
-        num_bounded=0,
+        budget=sg.Budget(evaluations=20, bounded=0),
         progress=False,
     )
     path = tmp_path / "plan.json"

@@ -149,7 +149,7 @@ def test_runs_of_equal_sequences_are_those_of_trying_all(
 
 def test_layers_are_found_and_those_that_reach_far_are_not() -> None:
     def repeat(name: str, layers: int) -> Repeat | None:
-        return table_of(name, layers, "nowhere", Options(recompute=("none",)), "all").repeat
+        return table_of(name, layers, "nowhere", Options(), "all").repeat
 
     assert repeat("gpt", 12) == Repeat(start=12, length=10, count=11)
     assert repeat("moe", 24) is not None

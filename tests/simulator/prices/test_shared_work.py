@@ -15,7 +15,7 @@ from stratagem.searcher.methods.simple_strategies import pipeline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.garbage_collection import OBJECTS, seldom_collected
 from stratagem.searcher.space import situation as remembering
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, operator_choices, skeletons
 from stratagem.searcher.space.stage_cuts import StageCutter, balanced_stages
@@ -81,7 +81,7 @@ def test_local_elements_are_those_of_the_largest_shards(data: st.DataObject) -> 
     assert local_elements(sizes, placements, shape) == expected
 
 
-def _problem(constraints: Constraints | None = None) -> Problem:
+def _problem(constraints: Space | None = None) -> Problem:
     skeleton = next(
         s for s in skeletons(TEXT, CLUSTER) if len(s.stages) == 2 and s.num_microbatches == 4
     )
@@ -123,7 +123,7 @@ def test_best_answers_are_the_least_sums_of_each_edge() -> None:
 
 
 def test_constraints_that_forbid_no_choice_leave_the_same_lists() -> None:
-    free, tight = Constraints(pipeline=2), Constraints(pipeline=2, max_tensor=8)
+    free, tight = Space(pipeline=2), Space(pipeline=2, max_tensor=8)
     assert free.bind(TEXT).allows_all
     assert not tight.bind(TEXT).allows_all
     ours, theirs, whole = (_problem(c).choices for c in (free, tight, None))
@@ -136,15 +136,15 @@ def test_constraints_that_forbid_no_choice_leave_the_same_lists() -> None:
 @pytest.mark.parametrize(
     "constraints",
     [
-        Constraints(pin={"lm_head": (REPLICATE,)}),
-        Constraints(forbid=(("head", "data"),)),
-        Constraints(require=(("head", "data"),)),
-        Constraints(zero_stages=(0,)),
-        Constraints(tensor=2),
-        Constraints(max_tensor=2),
+        Space(pin={"lm_head": (REPLICATE,)}),
+        Space(forbid=(("head", "data"),)),
+        Space(require=(("head", "data"),)),
+        Space(zero_stages=(0,)),
+        Space(tensor=2),
+        Space(max_tensor=2),
     ],
 )
-def test_constraints_on_choices_are_looked_at(constraints: Constraints) -> None:
+def test_constraints_on_choices_are_looked_at(constraints: Space) -> None:
     assert not constraints.bind(TEXT).allows_all
 
 

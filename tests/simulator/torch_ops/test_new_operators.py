@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
 from stratagem.simulator.graph.models import mlp
@@ -108,7 +108,7 @@ def test_other_processes_of_a_search_know_it() -> None:
     assert registered_kinds() == {"flip": FLIP}
     graph, cluster = mlp([64, 64], batch=32), Cluster.preset("dgx-a100", num_nodes=1)
     situation = Situation(graph, cluster, Training(), default_costs())
-    wishes = Constraints().bind(graph)
+    wishes = Space().bind(graph)
     arguments = Sharpener(situation, Options(), (0, 2), wishes, ("none",), 0).arguments
 
     def there(own: Registered) -> float:

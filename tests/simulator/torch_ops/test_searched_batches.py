@@ -85,12 +85,7 @@ def test_a_search_finds_plans_that_train_as_in_torch(name: str) -> None:
     assert max(graph.microbatch_counts) == most
     cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     result = sg.search(
-        graph,
-        cluster,
-        training=SGD,
-        budget=sg.Budget(evaluations=20),
-        num_bounded=0,
-        progress=False,
+        graph, cluster, training=SGD, budget=sg.Budget(evaluations=20, bounded=0), progress=False
     )
     setup = sg.TrainingSetup(
         microbatch=graph.batch // most, pipeline=2, training=SGD, partition="time"
@@ -115,6 +110,6 @@ def test_samples_that_look_at_one_another_are_not_cut() -> None:
         sg.search(
             graph,
             sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2),
-            constraints=sg.Constraints(microbatches=(2,)),
+            space=sg.Space(microbatches=(2,)),
             progress=False,
         )

@@ -90,7 +90,7 @@ ExpertLoads = Annotated[
 Recompute = Annotated[
     list[str] | None,
     typer.Option(
-        help="policies to try until a plan fits: none, selective, full; repeatable",
+        help="policies of which every stage follows one: none, selective, full; repeatable",
         autocompletion=among(RECOMPUTE_POLICIES),
     ),
 ]

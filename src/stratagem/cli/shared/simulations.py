@@ -32,8 +32,7 @@ def costs_for(
 
 def simulated(plan: Plan, graph: OperatorGraph, measure: bool) -> Simulation:
     """What the simulator says of a plan for a model."""
-    graph = plan.rewrite(graph).graph
-    plan.check(graph)
+    graph = plan.on(graph)
     return verbs.simulate(plan, graph, costs_for(graph, plan.cluster, plan.training, measure))
 
 

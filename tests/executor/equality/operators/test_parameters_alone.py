@@ -71,10 +71,6 @@ def test_a_search_looks_at_operators_that_read_weights_alone() -> None:
     assert any(is_generic(each) and not each.inputs for each in case.graph.operators)
     cluster = sg.Cluster.preset("local-cpu", devices_per_node=2)
     found = sg.search(
-        case.graph,
-        cluster,
-        budget=sg.Budget(evaluations=40, gap=0.3),
-        num_skeletons=1,
-        progress=False,
+        case.graph, cluster, budget=sg.Budget(evaluations=40, gap=0.3, skeletons=1), progress=False
     )
     assert_equal_to_torch(case, found.plan)

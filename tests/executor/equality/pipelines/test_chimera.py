@@ -174,9 +174,7 @@ def test_a_search_starts_from_such_a_plan_and_changes_none() -> None:
         plan.cluster,
         costs=cells.COSTS,
         start=plan,
-        budget=Budget(evaluations=0),
-        num_skeletons=1,
-        num_bounded=0,
+        budget=Budget(evaluations=0, skeletons=1, bounded=0),
         baselines=(),
     )
     begun = simulate_plan(plan, graph, cells.COSTS)

@@ -9,12 +9,12 @@ import torch
 
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search_course import SearchCourse
-from stratagem.searcher.driver.skeleton_entries import Space
+from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import make_problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint
-from stratagem.searcher.space.constraints import Constraints
+from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeleton_of
 from stratagem.simulator.graph import models
@@ -122,7 +122,7 @@ def test_pipedreams_own_schedule_is_shown_and_never_the_result() -> None:
     found = baseline_plans(situation, methods={name: METHODS[name] for name in NAMES})
     own = found["PipeDream asynchronous"]
     assert "in a PipeDream pipeline of" in describe(own, graph)
-    space = Space(situation, Options(), (0,), Constraints().bind(graph))
+    space = SkeletonList(situation, Options(), (0,), Space().bind(graph))
     course = SearchCourse(
         space, Budget(1), 0, 1, lambda progress: None, SearchCheckpoint(None, "")
     )
