@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,13 +245,13 @@ def test_what_arguments_ask_for_is_public() -> None:
     verbs = [value for value in public if inspect.isfunction(value)]
     made = [sg.Space, sg.Budget, sg.Choice, sg.Plan, sg.Stage, sg.Training, sg.Cluster, sg.Rule]
     asked = {each for value in (*verbs, *made) for each in _argument_types(value)}
-    assert {each.__name__ for each in asked - public} <= OF_FILES_AND_RULES
+    assert {each.__name__ for each in asked - public} == OF_FILES_AND_RULES
 
 
 OF_FILES_AND_RULES = {
     *("CostModel", "Timed", "MemoryTimeline", "StepPath"),  # answers that are handed on
     *("Annotated", "Prediction", "Substituted", "Calibration"),
-    *("Operator", "Skeleton", "Parameter"),  # what a rule and a schedule are called with
+    *("Operator", "Skeleton"),  # what a rule is called with
 }
 """Types of arguments that no caller makes: another verb's answer, or what a function is given."""
 
@@ -259,14 +260,18 @@ def _argument_types(value: object) -> Iterator[type]:
     """Our own classes that the parameters of a function or of a class have in their hints."""
     home = inspect.getmodule(value)
     assert home is not None
-    names = {**vars(typing), **vars(collections.abc), "torch": torch, **vars(home)}
+    names = {**vars(typing), **vars(collections.abc), "torch": torch, "nn": torch.nn, **vars(home)}
     for node in ast.walk(ast.parse(inspect.getsource(home))):  # also under TYPE_CHECKING
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stratagem"):
             there = importlib.import_module(node.module or "")
             names |= {each.name: getattr(there, each.name, None) for each in node.names}
-    for name, hint in typing.get_type_hints(value, names).items():
-        if name != "return" and not name.startswith("_"):
-            yield from (each for each in _parts(hint) if each.__module__.startswith("stratagem"))
+    told: dict[str, Any] = {}
+    for each in getattr(value, "__mro__", (value,)):
+        told |= inspect.get_annotations(each)
+    told = {name: hint for name, hint in told.items() if name != "return" and name[0] != "_"}
+    asked = {name: hint for name, hint in told.items() if "ClassVar" not in str(hint)}
+    for hint in typing.get_type_hints(SimpleNamespace(__annotations__=asked), names).values():
+        yield from (each for each in _parts(hint) if each.__module__.startswith("stratagem"))
 
 
 def _parts(hint: object) -> Iterator[type]:
