@@ -9,16 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.simulator.simulation.simulation import TELLS_APART
 
 EVALUATIONS = 40_000
 """Plans that a search evaluates which is not told how many."""
-
-LEAST_SEARCHED, SEARCHED_OPERATORS = 128_000, 6_400_000
-"""Evaluations of a skeleton that is searched, whatever its share of the budget is: so many at
-least, or fewer of a larger model. Chains of a few dozen end anywhere, and small models are
-evaluated in microseconds: of two small transformers on two and four devices, chains of 8,000
-end 1.6 to 2.9 % above what nearly all of 32,000 come to, in 0.13 s each."""
 
 
 class StopReason(enum.Enum):
@@ -72,6 +67,7 @@ class Budget:
         threads: chains that run at once, and processes for the rest of searches of large models;
             the cores that this process may use when left out. The plan does not depend on it.
         seed: of every random number; equal searches give equal plans.
+        effort: how much of everything is done; see `SearchEffort`.
 
     Raises:
         ValueError: on a negative number, a gap of 1 or more, no skeletons, or no threads.
@@ -85,6 +81,7 @@ class Budget:
     bounded: int | None = field(default=None, kw_only=True)
     threads: int | None = field(default=None, kw_only=True)
     seed: int = field(default=0, kw_only=True)
+    effort: SearchEffort = field(default=SearchEffort(), kw_only=True)
 
     def __post_init__(self) -> None:
         if (self.evaluations or 0) < 0 or (self.seconds is not None and self.seconds <= 0):
@@ -137,7 +134,7 @@ class SettledBudget(Budget):
             >>> [Budget(800).settled().least(operators) for operators in (50, 500, 5000)]
             [128000, 12800, 1280]
         """
-        return min(LEAST_SEARCHED, SEARCHED_OPERATORS // num_operators) if self.evaluations else 0
+        return self.effort.least_evaluations.of(num_operators) if self.evaluations else 0
 
     def share(self, count: int, number: int, spent: float) -> SettledBudget:
         """The budget of one of `count` searches, after those before it took `spent` seconds.

@@ -19,21 +19,6 @@ from stratagem.searcher.space.situation import is_better, rank
 from stratagem.searcher.space.skeletons import Skeleton
 from stratagem.simulator.simulation.simulation import Simulation
 
-REFINED, MOST_REFINED, REFINED_OPERATORS = 3, 24, 12_000
-"""Pipelines that are refined, and simulations for each: so many, or fewer of a larger model."""
-KINDS, KINDS_OPERATORS = 32, 600
-"""Kinds of pipelines of which the best is refined at last: so many, or fewer of a larger model."""
-STARTS_OF_KIND = 2
-"""Plans of a kind, of different cuts, that are refined: single changes may end before the best."""
-KIND_SLACK = 1.5
-"""Kinds whose best plan takes more than so many times the best of all are left alone."""
-MOST_ANEW, ANEW_SLACK = 8, 1.25
-"""So many plans at most have neighbours that choose anew: those that take at most so many times
-the best of all."""
-MOST_WALKED, WALKED_OPERATORS = 16, 6_000
-"""Skeletons that a walk has priced: so many at most, or fewer of a larger model."""
-WALKED_SHARE, LEAST_EVALUATIONS = 0.2, 250
-"""Of the evaluations of a search, those for chains within walks, each of so many at least."""
 WALK_SEEDS = 4_000
 """The number of the first chain within walks: a search's other chains have smaller ones."""
 
@@ -58,6 +43,7 @@ class Improver:
         notes: dict[str, str],
     ) -> None:
         self._space, self._incumbent, self._notes = space, incumbent, notes
+        self._effort = space.effort
         self._neighbourhood, self._workers = neighbourhood, workers
         self._refining: dict[Skeleton, WorkPart[Refined]] = {}
         self._descended: set[object] = set()
@@ -68,8 +54,8 @@ class Improver:
         Args:
             listed: skeletons, the best first.
         """
-        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._space.num_operators)
-        for entry in listed[:REFINED]:
+        most = self._effort.refined.of(self._space.num_operators)
+        for entry in listed[: self._effort.refined_pipelines]:
             skeleton, best = entry.skeleton, entry.simulation
             if best is None or len(skeleton.stages) == 1 or skeleton in self._refining:
                 continue
@@ -87,7 +73,7 @@ class Improver:
             most: how many of them are of interest.
             stop: asked before each is awaited.
         """
-        found, first = list(listed), listed[: min(most, REFINED)]
+        found, first = list(listed), listed[: min(most, self._effort.refined_pipelines)]
         self.begin_refining(first)
         parts = {
             k: self._refining[entry.skeleton]
@@ -114,15 +100,17 @@ class Improver:
         Returns:
             The skeletons that were come to, the best first.
         """
-        most = affordable(MOST_REFINED, REFINED_OPERATORS, self._space.num_operators)
+        most = self._effort.refined.of(self._space.num_operators)
 
         def key(skeleton: Skeleton, seconds: float) -> object:
             return skeleton, seconds, evaluations
 
         starts = self._kinds()
         if evaluations:
-            near = ANEW_SLACK * min((best.step_time for _, best in starts), default=0.0)
-            starts = [s for s in starts if s[1].step_time <= near][:MOST_ANEW]
+            near = self._effort.anew_slack * min(
+                (best.step_time for _, best in starts), default=0.0
+            )
+            starts = [s for s in starts if s[1].step_time <= near][: self._effort.anew]
         starts = [s for s in starts if key(s[0], s[1].step_time) not in self._descended]
         names = self._neighbourhood.schedules
         parts = [
@@ -153,15 +141,23 @@ class Improver:
             starts.append((self._space.skeleton_of(best.plan), best))
         first: dict[object, dict[object, tuple[Skeleton, Simulation]]] = {}
         for skeleton, simulation in sorted([*starts, *known], key=lambda each: rank(each[1])):
-            if not simulation.fits or simulation.step_time > KIND_SLACK * best.step_time:
+            if (
+                not simulation.fits
+                or simulation.step_time > self._effort.kind_slack * best.step_time
+            ):
                 break
             if len(skeleton.stages) > 1:
                 alike = first.setdefault(kind_of(skeleton), {})
-                if len(alike) < STARTS_OF_KIND:
+                if len(alike) < self._effort.starts_of_kind:
                     alike.setdefault(skeleton.stages, (skeleton, simulation))
-        most = affordable(KINDS, KINDS_OPERATORS, self._space.num_operators, least=REFINED)
+        most = self._effort.kinds.of(self._space.num_operators)
         kinds = [list(alike.values()) for alike in first.values()]
-        starts += [alike[k] for k in range(STARTS_OF_KIND) for alike in kinds if k < len(alike)]
+        starts += [
+            alike[k]
+            for k in range(self._effort.starts_of_kind)
+            for alike in kinds
+            if k < len(alike)
+        ]
         distinct: dict[Skeleton, Simulation] = {}
         for skeleton, simulation in starts:
             distinct.setdefault(skeleton, simulation)
@@ -192,9 +188,9 @@ class Improver:
                 is done.
         """
         plans = [(e, e.simulation.plan) for e in entries if e.simulation is not None]
-        share = int(WALKED_SHARE * budget) // max(1, len(plans))
-        most = affordable(MOST_WALKED, WALKED_OPERATORS, self._space.num_operators)
-        rounds = min(most, share // LEAST_EVALUATIONS - 1)
+        share = int(self._effort.walked_share * budget) // max(1, len(plans))
+        most = self._effort.walked.of(self._space.num_operators)
+        rounds = min(most, share // self._effort.walk_evaluations - 1)
         if rounds < 1 or not plans:
             return list(entries)
         numbers, done = count(WALK_SEEDS), count(1)
@@ -246,28 +242,6 @@ class Improver:
             return entry
         self._notes[f"walked from {entry.skeleton}"] = "; ".join(found.changes)
         return self._space.take(skeleton, choices, simulation)
-
-
-LEAST_AFFORDED = 4
-"""Of what is done less often for larger models, so many times at least."""
-
-
-def affordable(
-    most: int, operators: int, num_operators: int, *, least: int = LEAST_AFFORDED
-) -> int:
-    """How often something is done whose work grows with the operators of a model.
-
-    Example:
-        >>> [affordable(24, 12_000, operators) for operators in (100, 1_000, 9_999)]
-        [24, 12, 4]
-
-    Args:
-        most: of a small model.
-        operators: that it may come to, all times together.
-        num_operators: of the model.
-        least: of a large one.
-    """
-    return max(least, min(most, operators // num_operators))
 
 
 def kind_of(skeleton: Skeleton) -> object:

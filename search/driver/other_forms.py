@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stratagem.searcher.driver.budget import SettledBudget, StopReason
-from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.incumbent import TracePoint
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused
 from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.processes.search_clock import OutOfTimeError
+from stratagem.searcher.processes.search_effort import Scaled
 from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
 from stratagem.searcher.space.situation import Situation, rank
@@ -36,12 +36,6 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.pieces_and_fusion import fuses_in_sum, summed_input
 from stratagem.simulator.simulation.simulation import Simulation
 
-FORMED = 0.05
-"""Of the seconds of a budget, how many are left for other forms of what was found."""
-MOST_FORMED, FORMED_OPERATORS = 48, 6_000
-"""Simulations of other forms: so many, or fewer of a larger model."""
-MOST_PLACED, PLACED_OPERATORS = 1_000, 24_000
-"""Simulations of plans with operators on parts of meshes: so many, or fewer of a larger model."""
 WORDS = {
     Form.SLICED: "pipelines with sliced tokens",
     Form.MIRRORED: "pipelines with two directions",
@@ -147,7 +141,7 @@ def without_their_share(budget: SettledBudget, forms: tuple[Form, ...]) -> Settl
     """The budget of all that comes before other forms are tried, if any are."""
     if budget.seconds is None or not forms:
         return budget
-    return replace(budget, seconds=(1 - FORMED) * budget.seconds)
+    return replace(budget, seconds=(1 - budget.effort.formed_share) * budget.seconds)
 
 
 def try_other_forms(
@@ -176,17 +170,17 @@ def try_other_forms(
     def within(simulation: Simulation) -> Simulation:
         return space.constraints.without_room(simulation) or simulation
 
-    def trials(most: int, operators: int) -> Trials:
-        left = affordable(most, operators, space.num_operators)
+    def trials(scaled: Scaled) -> Trials:
+        left = scaled.of(space.num_operators)
         return Trials(space.situation, run.incumbent.offer, within, left)
 
     tried = OtherForms(
-        trials(MOST_FORMED, FORMED_OPERATORS),
+        trials(space.effort.formed),
         forms,
         space.policies,
         lambda: run.incumbent.time,
     )
-    placing = OperatorPlacement(trials(MOST_PLACED, PLACED_OPERATORS), run.budget.seed)
+    placing = OperatorPlacement(trials(space.effort.placed), run.budget.seed)
     known = [entry.simulation for entry in space.entries if entry.simulation is not None]
     known += [best, *run.known_strategies.searched.values()]
     if budget.seconds is not None:

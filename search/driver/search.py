@@ -10,7 +10,6 @@ from math import inf
 from pathlib import Path
 
 from stratagem.searcher.driver.budget import Budget, SettledBudget, StopReason
-from stratagem.searcher.driver.improver import affordable
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.other_forms import (
     asked_and_others,
@@ -50,8 +49,6 @@ from stratagem.simulator.simulation.simulation import TELLS_APART, Simulation
 
 FASTEST, SIMPLEST = PREFERENCES = ("fastest", "simplest")
 """Plans that a search may be asked for. The verbs that a person calls ask for the simplest."""
-MOST_SIMPLER, SIMPLER_OPERATORS = 64, 30_000
-"""Simpler plans that are simulated: so many, or fewer of a larger model."""
 QUICK_METHODS = ("Megatron-LM 3D", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 """Methods of the literature that every search is compared with unless told."""
 
@@ -314,7 +311,9 @@ def _search_graph(
     for name in baselines:
         _check_method(name)
     run = SearchCourse(
-        SkeletonList(situation, options, zeros, wishes.bind(graph), schedules, forms),
+        SkeletonList(
+            situation, options, zeros, wishes.bind(graph), schedules, forms, budget.effort
+        ),
         without_their_share(budget, forms),
         progress,
         SearchCheckpoint(
@@ -322,7 +321,7 @@ def _search_graph(
             digest(
                 graph.fingerprint, cluster.to_json(), situation.training,
                 type(situation.costs).__name__, budget.evaluations, budget.seed, schedules, zeros,
-                budget.skeletons, options, wishes,
+                budget.skeletons, budget.effort, options, wishes,
                 start.to_json() if start else None, *registered_moves(),
             ),
         ),
@@ -459,7 +458,7 @@ def _simplest(
         situation.graph,
         simulate,
         run.incumbent.admits,
-        affordable(MOST_SIMPLER, SIMPLER_OPERATORS, run.space.num_operators),
+        budget.effort.simpler.of(run.space.num_operators),
         longest_step(fastest.step_time, budget.gap, proved),
     )
 

@@ -12,7 +12,7 @@ from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.quick_bounds import Look
 from stratagem.searcher.driver.budget import SettledBudget, StopReason, StopRules
 from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
-from stratagem.searcher.driver.improver import Improver, affordable
+from stratagem.searcher.driver.improver import Improver
 from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE
 from stratagem.searcher.driver.skeleton_entries import (
@@ -46,32 +46,10 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
-MOST_RANKED, RANKED_OPERATORS = 48, 6_000
-"""Skeletons on which known strategies are simulated: so many, or fewer of a larger model."""
-MOST_CERTIFIED, CERTIFIED_WORK = 200, 20_000_000_000
-"""Bounds are sharpened of so many skeletons, unless told, and of so much work (`Sharpened`)."""
-MOST_AHEAD, NEAR_WORK = 32, 2_000_000
-"""Bounds of so few pipelines are sharpened before stages are planned, which may prove that a known
-strategy is near enough; and the work of evaluations by which it is searched then."""
 NOTHING_PROVED = (StopReason.NO_EVALUATIONS, StopReason.EVALUATIONS, StopReason.SETTLED)
 """Reasons that say of no plan that it is near enough."""
-ROUND = 8
-"""Skeletons that are sharpened at the same time, on any number of cores."""
-SHARED_OPERATORS = 100
-"""Models of fewer operators are searched faster than other processes start."""
-MOST_DRAFTED, DRAFTED_OPERATORS = 32, 600
-"""Plans of the program over stages that are simulated: so many, or fewer of a larger model, but at
-least two for each skeleton that is searched."""
-NEARLY, MOST_NEARLY, NEARLY_SHARE = 1.1, 16, 4
-"""Of small models so many skeletons more are searched, with a quarter of the least evaluations,
-where a plan was met that takes less than so many times the best, or none that fits (these tell
-nothing of the others); and those that recompute something else on the pipeline of the best."""
-MOST_DESCENTS, DESCENT_EVALUATIONS = 3, 2_000
-"""How often a search goes downhill at last; chains of so many plans choose anew on neighbours of
-small models then, what is come to is searched, and the search goes on from there."""
-MOST_AGAIN, AGAIN_NUMBER = 4, 2_000
-"""So many of the best skeletons of a small model are searched again with other random numbers, as
-all chains may end beside the best plan where little fits; and the number of the first of these."""
+AGAIN_NUMBER = 2_000
+"""The number of the first chain of a skeleton that is searched again."""
 BOUNDED_EVERY = 0.2
 """Seconds after which the bound that is shown to whoever watches is taken anew."""
 ProgressReport = Callable[[SearchProgress], None]
@@ -87,7 +65,7 @@ class SearchCourse:
         show: ProgressReport,
         checkpoint: SearchCheckpoint,
     ) -> None:
-        self.space, self.budget = space, budget
+        self.space, self.budget, self._effort = space, budget, space.effort
         self._show, self._checkpoint = show, checkpoint
         self.started = time.monotonic()
         self._shares = BudgetShares(self.started, budget.seconds)
@@ -106,6 +84,7 @@ class SearchCourse:
             space.policies,
             budget.seed,
             space.quick,
+            space.effort,
         )
         self._fewer = FewerDevices(space, lambda: self.incumbent.time)
         self.known_strategies = KnownStrategies(space, self.incumbent, self._sharpener)
@@ -126,7 +105,7 @@ class SearchCourse:
     ) -> StopReason:
         """Simulate baselines; bound, rank, survey, search and certify skeletons."""
         self._start_clock(schedules[0], baselines)
-        large = self.space.num_operators >= SHARED_OPERATORS
+        large = self.space.num_operators >= self._effort.shared_operators
         remake = remade, (Registered(), *self._sharpener.arguments)
         others = worker_count(self.budget.threads) if large else 0
         with Workers(self._sharpener, *remake, others) as self._workers:
@@ -176,7 +155,7 @@ class SearchCourse:
         if ahead is not None:
             self._list_idle()
             if self._rules.is_near() or self._sharpen_few():
-                known = begun_by(own, self.known_strategies.entries(NEARLY))
+                known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
                 ended = self._end_near(known[:num_skeletons])
                 if ended is not None:
                     return ended
@@ -184,7 +163,7 @@ class SearchCourse:
         planned = space.take_all(space.simulated(stages, offer) if early is None else early)
         if self._rules.is_near_listed():
             known = first_policies(sorted([*planned, *own], key=lambda e: e.rank))
-            known = begun_by(known, self.known_strategies.entries(NEARLY))
+            known = begun_by(known, self.known_strategies.entries(self._effort.nearly))
             ended = self._end_near(known[:num_skeletons])
             if ended is not None:
                 return ended
@@ -198,7 +177,7 @@ class SearchCourse:
         self.report("refining pipelines", 0.25)
         refined = improver.refine(best_ranked, num_skeletons, self._shares.is_up)
         best_ranked = first_policies(refined)[:num_skeletons]
-        weakest, work = MOST_CERTIFIED, float(CERTIFIED_WORK)
+        weakest, work = self._effort.certified, self._effort.certified_work
         if self.budget.bounded is not None:
             weakest, work = self.budget.bounded, np.inf
         left = self._survey(best_ranked, weakest, work) if weakest else 0
@@ -231,8 +210,8 @@ class SearchCourse:
             return ended
         self._search_nearly_as_good()
         least = self.budget.least(self.space.num_operators)
-        anew = DESCENT_EVALUATIONS if least and self._is_small else 0
-        for turn in range(MOST_DESCENTS):
+        anew = self._effort.descent_evaluations if least and self._is_small else 0
+        for turn in range(self._effort.descents):
             found = improver.descend(self._shares.is_up, anew)
             left = max(0, left - self._bound_found(found, left))
             if self._rules.is_near():
@@ -247,12 +226,12 @@ class SearchCourse:
     def _sharpen_few(self) -> bool:
         """Sharpen bounds until the gap asked for is proved, where few are short of it."""
         weak = self.space.open_below(self._rules.enough)
-        if not self._is_small and len(first_policies(weak)) <= MOST_AHEAD:
+        if not self._is_small and len(first_policies(weak)) <= self._effort.ahead:
             stop = self._shares.past(SURVEYED)
             self._certify(len(weak), np.inf, stop)
             # Those that were sharpened while the best plan was slower may have ended too early.
             short = first_policies(self.space.bounded_below(self._rules.enough))
-            if len(short) <= ROUND:
+            if len(short) <= self._effort.together:
                 self._bound_entries(short, stop, self._rules.enough)
         return self._rules.is_near()
 
@@ -261,10 +240,12 @@ class SearchCourse:
 
         None where what joined it may be better by more than the gap after all.
         """
-        few = [e for e in known if e.num_passes <= NEAR_WORK / self.space.num_operators]
+        few = [
+            e for e in known if e.num_passes <= self._effort.near_work / self.space.num_operators
+        ]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
-        ended = self._search_all(few, work=NEAR_WORK)
+        ended = self._search_all(few, work=self._effort.near_work)
         if ended is not None:
             return ended
         if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):
@@ -290,7 +271,7 @@ class SearchCourse:
 
     def _num_drafted(self, most: int) -> int:
         size = self.space.num_operators
-        return affordable(MOST_DRAFTED, DRAFTED_OPERATORS, size, least=2 * most)
+        return self._effort.drafted.of(size, least=2 * most)
 
     def _list_idle(self) -> list[list[SkeletonEntry]]:
         """List skeletons that leave devices idle, where that may be better, if they are not."""
@@ -311,7 +292,7 @@ class SearchCourse:
         return first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
 
     def _rank(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
-        most = affordable(MOST_RANKED, RANKED_OPERATORS, self.space.num_operators)
+        most = self._effort.ranked.of(self.space.num_operators)
         return self.space.rank(
             listed,
             self.incumbent.offer,
@@ -426,26 +407,26 @@ class SearchCourse:
         """
         best = self.incumbent.best
         like = None if best is None else without_policy(self.space.skeleton_of(best.plan))
-        found = self.space.nearly_as_good(NEARLY * self.incumbent.time, like)
-        self._search_more(found[:MOST_NEARLY], NEARLY_SHARE)
+        found = self.space.nearly_as_good(self._effort.nearly * self.incumbent.time, like)
+        self._search_more(found[: self._effort.nearly_searched], self._effort.nearly_divisor)
 
     def _search_found(self, found: Sequence[SkeletonEntry]) -> bool:
         """Search skeletons that single changes led to; whether a better plan was found there."""
         before = self.incumbent.time
-        self._search_more([e for e in found if e.best_time < NEARLY * before])
+        self._search_more([e for e in found if e.best_time < self._effort.nearly * before])
         return self.incumbent.time < before
 
     def _search_again(self, evaluations: int, turn: int) -> bool:
         """Search the best skeletons with other random numbers; whether a better plan was found."""
         before = self.incumbent.time
-        near = self.space.searched_below(NEARLY * before, before)
-        for number, entry in enumerate(near[:MOST_AGAIN] if evaluations else ()):
+        near = self.space.searched_below(self._effort.nearly * before, before)
+        for number, entry in enumerate(near[: self._effort.again] if evaluations else ()):
             problem = self._problem(entry)
             if problem is None or entry.simulation is None or self._shares.is_up():
                 break
             known = [*entry.starts[:1], choices_of(entry.simulation.plan)]
             starts = [problem.encode(choices) for choices in known]
-            number += AGAIN_NUMBER + turn * MOST_AGAIN
+            number += AGAIN_NUMBER + turn * self._effort.again
             self._phase = (f"searching {entry.skeleton} again", 0.9, 0.9)
             entry.know(self._choose(problem, starts, evaluations, number))
         return self.incumbent.time < before
@@ -524,7 +505,7 @@ class SearchCourse:
             weak = self.space.open_below(self._rules.enough)
             if not weak:
                 return 0
-            listed = first_policies(weak)[: min(ROUND, left)]
+            listed = first_policies(weak)[: min(self._effort.together, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
             done = self._bound_entries(listed, stop, self._rules.enough)
             left, work_left = left - len(done), work_left - sum(done)

@@ -13,6 +13,7 @@ from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.improvement.neighbours import cut_elsewhere
 from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
@@ -32,9 +33,6 @@ from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
-
-RECUT, CUTS = 4, 2
-"""So many pipelines are cut elsewhere, each at so many places."""
 
 
 @dataclass(eq=False)
@@ -113,6 +111,7 @@ class SkeletonList:
         constraints: what plans may do; their policies are tried one after the other.
         schedules: that pipelines may run under.
         forms: others, in which pipelines that are found may be tried (see `Form`).
+        effort: how much of everything is done.
     """
 
     def __init__(
@@ -123,10 +122,11 @@ class SkeletonList:
         constraints: BoundConstraints,
         schedules: tuple[str, ...] = ("1f1b",),
         forms: tuple[Form, ...] = (),
+        effort: SearchEffort = SearchEffort(),  # noqa: B008 (frozen)
     ) -> None:
         self.situation, self.options = situation, options
         self.zero_stages, self.constraints = zero_stages, constraints
-        self.schedules, self.forms = schedules, forms
+        self.schedules, self.forms, self.effort = schedules, forms, effort
         allowed = constraints.constraints.recompute or RECOMPUTE_POLICIES
         self.policies = tuple(policy for policy in RECOMPUTE_POLICIES if policy in allowed)
         self.entries: list[SkeletonEntry] = []
@@ -422,10 +422,10 @@ class SkeletonList:
         promising = sorted(bounded, key=lambda entry: entry.promise)
         bases = dict.fromkeys(without_policy(entry.skeleton) for entry in promising)
         found: dict[Skeleton, None] = {}
-        for base in [base for base in bases if len(base.stages) > 1][:RECUT]:
+        for base in [base for base in bases if len(base.stages) > 1][: self.effort.recut]:
             others = cut_elsewhere(base, self.situation.graph)
             bounds = {other: self.computing_bound(other) for other in others}
-            found |= dict.fromkeys(sorted(bounds, key=bounds.__getitem__)[:CUTS])
+            found |= dict.fromkeys(sorted(bounds, key=bounds.__getitem__)[: self.effort.cuts])
         return list(found)
 
     def share_bound(self, entry: SkeletonEntry, seconds: float) -> None:

@@ -31,6 +31,7 @@ from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem, make_problem
 from stratagem.searcher.problem.roomy_choices import roomy_problem
 from stratagem.searcher.problem.scoring import beside_waiting
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import Situation
@@ -47,13 +48,6 @@ from stratagem.simulator.schedules.named_schedules import (
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord
 from stratagem.simulator.simulation.simulation import Simulation
 
-BOUND_ROUNDS = 12
-"""Cutting planes of a skeleton's bound."""
-ENUMERATED = 100_000
-"""Skeletons with so many plans at most are enumerated."""
-LARGE_TABLES = 20_000_000
-"""Operators times pairs of choices above which prices of edges are not kept for other skeletons:
-they would take gigabytes."""
 WORK_OF_CHOICES = 40_000
 """Beside its pairs of choices an operator takes as much work as so many of them."""
 
@@ -69,6 +63,7 @@ class Sharpener:
         policies: of recomputing that the search tries; those that recompute more come later.
         seed: of the search, in the plans made.
         quick: quick bounds that share what they price with others; its own if left out.
+        effort: how much of everything is done.
     """
 
     def __init__(
@@ -80,11 +75,12 @@ class Sharpener:
         policies: tuple[str, ...],
         seed: int,
         quick: QuickBounds | None = None,
+        effort: SearchEffort = SearchEffort(),  # noqa: B008 (frozen)
     ) -> None:
         self.situation = situation
         room = constraints.constraints.room(situation.cluster)
         self._quick = quick or QuickBounds(situation, options, room)
-        self._options, self._zero_stages = options, zero_stages
+        self._options, self._zero_stages, self._effort = options, zero_stages, effort
         self._constraints, self._policies, self._seed = constraints, policies, seed
         self._neighbourhoods: dict[tuple[str, ...], Neighbourhood] = {}
 
@@ -98,6 +94,8 @@ class Sharpener:
             self._constraints,
             self._policies,
             self._seed,
+            None,
+            self._effort,
         )
 
     @property
@@ -173,18 +171,18 @@ class Sharpener:
             )
 
         problem, left_out = roomy_problem(
-            s, known.skeleton, options or self._options, make, ENUMERATED
+            s, known.skeleton, options or self._options, make, self._effort.enumerated
         )
         widest = max(map(len, problem.choices))
-        if len(problem.choices) * widest**2 > LARGE_TABLES:
+        if len(problem.choices) * widest**2 > self._effort.kept_pairs:
             s.memory.edges.clear()
         return problem, left_out
 
     def enumerate(self, problem: Problem) -> Sharpened | None:
         """Score every plan of a skeleton that has few; None where it has many."""
-        if problem.num_plans > ENUMERATED:
+        if problem.num_plans > self._effort.enumerated:
             return None
-        optimum = exhaustive(problem, limit=ENUMERATED)
+        optimum = exhaustive(problem, limit=self._effort.enumerated)
         bound = optimum.score if optimum.fits else float("inf")
         tighter: Problem | None = problem
         while tighter is not None:
@@ -192,7 +190,7 @@ class Sharpener:
             plan = self.plan(problem, choice)
             tighter = beside_waiting(problem, tighter, self.situation.simulate(plan).memory)
             if tighter is not None:
-                optimum = exhaustive(tighter, limit=ENUMERATED)
+                optimum = exhaustive(tighter, limit=self._effort.enumerated)
         return Sharpened(Fate.ENUMERATED, bound, plan=plan)
 
     def sharpen_problem(
@@ -257,7 +255,7 @@ class Sharpener:
         return lower_bound(
             problem,
             first,
-            rounds=BOUND_ROUNDS,
+            rounds=self._effort.bound_rounds,
             target=best,
             least=least,
             wanted=wanted,

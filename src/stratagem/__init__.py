@@ -41,6 +41,8 @@ _HOMES = {
     "RooflineCosts": "stratagem.simulator.kernel_times.cost_model",
     "RunForecast": "stratagem.simulator.forecast.run_forecast",
     "Rule": "stratagem.searcher.space.constraints",
+    "Scaled": "stratagem.searcher.processes.search_effort",
+    "SearchEffort": "stratagem.searcher.processes.search_effort",
     "SearchProgress": "stratagem.searcher.driver.incumbent",
     "SearchResult": "stratagem.searcher.driver.result",
     "Simulation": "stratagem.simulator.simulation.simulation",

@@ -227,8 +227,10 @@ graph = sg.models.gpt(
 cluster = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 def show(where):
     print(where.phase, flush=True)
+shared = sg.SearchEffort(shared_operators=1)
+budget = sg.Budget(10**9, threads=2, bounded=2, effort=shared)
 result = sg.search(
-    graph, cluster, budget=sg.Budget(10**9, threads=2, bounded=2), progress=show
+    graph, cluster, budget=budget, progress=show
 )
 print(result.stop_reason.name, result.simulation.fits, flush=True)
 """
@@ -238,9 +240,8 @@ print(result.stop_reason.name, result.simulation.fits, flush=True)
 @pytest.mark.parametrize("phase", ["simulating", "refining"])
 def test_of_two_processes_as_a_terminal_sends_it(phase: str) -> None:
     """To all processes of the group; models of 100 operators and more have others help."""
-    monkey = "from stratagem.searcher.driver import search_course as c\nc.SHARED_OPERATORS = 1\n"
     with subprocess.Popen(
-        [sys.executable, "-c", monkey + SCRIPT],
+        [sys.executable, "-c", SCRIPT],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

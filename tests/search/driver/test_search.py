@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from stratagem.searcher.annealing.chains import AnnealingChain
-from stratagem.searcher.driver.budget import LEAST_SEARCHED, Budget, StopReason
+from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import MOST_AGAIN, MOST_DESCENTS
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
@@ -211,8 +211,9 @@ def test_never_worse_than_the_best_baseline() -> None:
     more = search(graph, PAIR, budget=Budget(evaluations=2000))
     assert more.simulation.step_time <= result.simulation.step_time
     searched = sum(record.fate is Fate.ANNEALED for record in more.space)
-    again = MOST_DESCENTS * min(searched, MOST_AGAIN)
-    assert 0 < more.evaluations <= 2000 + LEAST_SEARCHED * (searched + again)
+    usual = SearchEffort()
+    again = usual.descents * min(searched, usual.again)
+    assert 0 < more.evaluations <= 2000 + usual.least_evaluations.most * (searched + again)
     assert more.stop_reason in (StopReason.EVALUATIONS, StopReason.PROVED)
     assert [p.best for p in more.trace] == sorted((p.best for p in more.trace), reverse=True)
 

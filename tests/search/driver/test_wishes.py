@@ -52,6 +52,33 @@ def test_what_a_space_cannot_mean_is_refused(wishes: dict[str, Any], words: str)
         sg.Space(**wishes)
 
 
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"descents": -1}, "descents is -1"),
+        ({"formed_share": 1.5}, "formed_share is 1.5; a share is at most 1"),
+        ({"together": 0}, "together is 0; it must be 1 or more"),
+        ({"ranked": 12}, r"ranked is 12; give Scaled\(most, operators\)"),
+    ],
+)
+def test_what_an_effort_cannot_mean_is_refused(wishes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sg.SearchEffort(**wishes)
+
+
+def test_less_effort_does_less_and_proves_no_more(graph: OperatorGraph) -> None:
+    little = sg.SearchEffort(
+        descents=0, again=0, walked=sg.Scaled(0, 0), least_evaluations=sg.Scaled(0, 0, 0)
+    )
+    budget = sg.Budget(50, gap=0.0, bounded=0, threads=1)
+    usual = sg.search(graph, CLUSTER, budget=budget, progress=False)
+    less = sg.search(graph, CLUSTER, budget=replace(budget, effort=little), progress=False)
+    assert less.evaluations < usual.evaluations
+    for bound, step in ((less.bound, usual), (usual.bound, less)):
+        assert bound is not None
+        assert bound <= step.simulation.step_time * (1 + 1e-9)
+
+
 def test_a_space_has_what_its_start_does(graph: OperatorGraph, plan: sg.Plan) -> None:
     """Said or not: a plan to start from is one of those that are searched."""
     begun = replace(plan, bucket_bytes=1 << 20)

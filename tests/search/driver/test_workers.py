@@ -16,11 +16,11 @@ import pytest
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
 from stratagem.profiler.machine.device_clocks import describe_environment
-from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.processes import worker_processes as workers_module
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.processes.worker_processes import Workers, worker_count
 from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.models import gpt
@@ -124,6 +124,10 @@ def test_a_part_that_is_dropped_is_not_done() -> None:
         assert part.future.cancelled()
 
 
+SHARED = SearchEffort(shared_operators=1)
+"""Of a search that shares its work with other processes however small the model is."""
+
+
 def found_by(threads: int, **changed: object) -> SearchResult:
     graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     wishes = {
@@ -153,37 +157,30 @@ def same(result: SearchResult) -> tuple[object, ...]:
     )
 
 
-def test_a_search_gives_the_same_on_any_number_of_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_search_gives_the_same_on_any_number_of_processes() -> None:
     alone = same(found_alone())
-    monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
-    assert same(found_by(3)) == alone
+    assert same(found_by(3, effort=SHARED)) == alone
 
 
-def test_measured_costs_and_constraints_are_sent_to_other_processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_measured_costs_and_constraints_are_sent_to_other_processes(tmp_path: Path) -> None:
     with TimingCache(tmp_path / "timings.sqlite") as cache:
         costs = MeasuredCosts(cache, {"A100": describe_environment()}, RooflineCosts())
     forbidden = Space(zero_stages=(0,), require=(("vocab", "device"),))
     wishes = {"costs": costs, "space": forbidden, "baselines": ()}
     alone = same(found_by(1, **wishes))
-    monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
-    result = found_by(2, **wishes)
+    result = found_by(2, effort=SHARED, **wishes)
     assert "other processes" not in result.notes
     assert same(result) == alone
 
 
 def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = found_alone()
-    monkeypatch.setattr(search_course, "SHARED_OPERATORS", 1)
 
     def refused(workers: Workers[object]) -> None:
         raise PermissionError("no processes here")
 
     monkeypatch.setattr(Workers, "_started", refused)
-    result = found_by(2)
+    result = found_by(2, effort=SHARED)
     why = result.notes.pop("other processes")
     assert why == "not used: PermissionError: no processes here"
     assert same(result) == same(alone)
@@ -191,15 +188,12 @@ def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatc
 
 SCRIPT = """
 import sys, time
-from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.graph.models import gpt
-from tests.support.search_words import in_records
-
-search_course.SHARED_OPERATORS = 1
 
 class Mine(RooflineCosts):
     factor = staticmethod(lambda: 2)
@@ -209,7 +203,8 @@ def show(progress):
 
 graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
-budget = Budget(int(sys.argv[1]), skeletons=1, bounded=1, threads=2)
+effort = SearchEffort(shared_operators=1)
+budget = Budget(int(sys.argv[1]), skeletons=1, bounded=1, threads=2, effort=effort)
 result = search(graph, cluster, costs=Mine(), budget=budget, baselines=(), progress=show)
 print(result.stop_reason.name, result.notes.get("other processes", "well"), flush=True)
 """

@@ -15,6 +15,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, Skeleton, stage_meshes
 from stratagem.searcher.space.strategies import data_parallel, with_recompute
@@ -103,8 +104,7 @@ def test_the_best_skeletons_are_searched_again(monkeypatch: pytest.MonkeyPatch) 
     wishes = Space(pipeline=1, microbatches=(1,), recompute=("full",), headroom=0.0)
 
     def seconds(again: int) -> float:
-        monkeypatch.setattr(search_course, "MOST_AGAIN", again)
-        budget = Budget(evaluations=100, threads=1)
+        budget = Budget(evaluations=100, threads=1, effort=SearchEffort(again=again))
         found = search(GRAPH, little_memory(), space=wishes, budget=budget, baselines=())
         return found.simulation.step_time
 

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
-from stratagem.searcher.driver import improver, search_course
 from stratagem.searcher.driver.budget import Budget, StopReason
-from stratagem.searcher.driver.improver import LEAST_EVALUATIONS, WALKED_SHARE
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
@@ -27,6 +25,7 @@ from stratagem.searcher.improvement.neighbours import Neighbour, Neighbourhood
 from stratagem.searcher.improvement.outcomes import Known, Settled
 from stratagem.searcher.improvement.skeleton_walk import Proposal, Walk, walk
 from stratagem.searcher.problem.exhaustive import exhaustive
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
@@ -266,12 +265,13 @@ def found_on(
     graph: OperatorGraph,
     evaluations: int,
     progress: Callable[[SearchProgress], None] | None = None,
+    effort: SearchEffort = SearchEffort(),  # noqa: B008 (frozen)
     **wishes: object,
 ) -> SearchResult:
     return search(
         graph,
         CLUSTER,
-        budget=Budget(evaluations, bounded=0, seed=2),
+        budget=Budget(evaluations, bounded=0, seed=2, effort=effort),
         space=Space(**wishes),
         baselines=(),
         progress=progress,
@@ -294,11 +294,12 @@ def test_a_search_walks_within_its_budget_and_constraints() -> None:
     assert (held.plan.num_ranks, held.plan.num_microbatches) == (2, 8)
     for found in (wide, held):
         spent = [p.evaluations for p in found.trace if p.skeleton.startswith("walking")]
-        assert 0 < max(spent) <= WALKED_SHARE * 20_000
+        assert 0 < max(spent) <= SearchEffort().walked_share * 20_000
         assert found.bound is not None
         assert found.bound <= found.simulation.step_time
     # Chains of fewer evaluations settle nothing.
-    few = int(LEAST_EVALUATIONS / WALKED_SHARE)
+    usual = SearchEffort()
+    few = int(usual.walk_evaluations / usual.walked_share)
     assert not walked(found_on(graph, few, pipeline=2, microbatches=(8,), recompute=("none",)))
 
 
@@ -314,11 +315,10 @@ def found_with_walks() -> SearchResult:
     return found_on(crooked(), 20_000, **HELD)
 
 
-def test_a_search_finds_better_with_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_finds_better_with_walks() -> None:
     whole = found_with_walks()
-    monkeypatch.setattr(improver, "WALKED_SHARE", 0.0)
-    monkeypatch.setattr(search_course, "DESCENT_EVALUATIONS", 0)
-    without = found_on(crooked(), 20_000, **HELD)
+    none = SearchEffort(walked_share=0.0, descent_evaluations=0)
+    without = found_on(crooked(), 20_000, effort=none, **HELD)
     assert walked(whole)
     assert not walked(without)
     assert whole.simulation.step_time < without.simulation.step_time
