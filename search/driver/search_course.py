@@ -16,9 +16,11 @@ from stratagem.searcher.driver.improver import Improver
 from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE
 from stratagem.searcher.driver.skeleton_entries import (
+    KnownPlan,
     SkeletonEntry,
     SkeletonList,
     begun_by,
+    best_first,
     first_policies,
     in_turn,
     without_policy,
@@ -75,6 +77,10 @@ class SearchCourse:
         self.evaluations = 0
         self._bound, self._bounded_at = 0.0, -np.inf
         self._fraction = 0.0
+        self._weakest, self._most_work = self._effort.certified, self._effort.certified_work
+        if budget.bounded is not None:
+            self._weakest, self._most_work = budget.bounded, np.inf
+        self._left = 0
         self.notes: dict[str, str] = {}
         self._sharpener = Sharpener(
             space.situation,
@@ -132,96 +138,129 @@ class SearchCourse:
         baselines: Sequence[str],
         start: Plan | None,
     ) -> StopReason:
-        space, offer = self.space, self.incumbent.offer
-        num_skeletons = self.budget.skeletons
+        stages, early = self._know(listed, schedules[0], baselines)
+        # A start is among the choices of its skeleton from the first, so that none is renumbered.
+        own = [] if start is None else entry_of(start, self.space, self.incumbent, self.notes)
+        if stages is None:
+            if (ended := self._end_by_known(own)) is not None:
+                return ended
+            stages = self._plan_stages()
+        planned = self.space.take_all(
+            self.space.simulated(stages, self.incumbent.offer) if early is None else early
+        )
+        if (ended := self._end_by_planned(planned, own)) is not None:
+            return ended
+        near = self._sharpener.neighbourhood(tuple(schedules))
+        improver = Improver(self.space, self.incumbent, near, self._workers, self.notes)
+        refined = self._refine(improver, planned)
+        if self._rules.is_near():
+            best = begun_by(own, best_first(refined))[: self.budget.skeletons]
+            if (ended := self._end_near(best)) is not None:
+                return ended
+        walked = self._walk(improver, refined, own)
+        if (ended := self._search_all(begun_by(own, walked), self._rules.is_near)) is not None:
+            return ended
+        self._search_nearly_as_good()
+        if self._descend(improver):
+            return StopReason.NEAR
+        self.space.look_again()
+        self._certify(self._left, self._most_work, self._shares.is_up)
+        return self._rules.reason(self.evaluations)
+
+    # -- its phases, in their order -----------------------------------------------------------
+
+    def _know(
+        self, listed: Iterable[Skeleton], schedule: str, baselines: Sequence[str]
+    ) -> tuple[Sequence[Candidate] | None, list[KnownPlan] | None]:
+        """Simulate baselines, list skeletons, bound all of them and all pipelines.
+
+        Returns plans over stages, None where a gap is asked for: what may end the search before
+        stages are planned is known first. And these simulated where a time is, which bounds take.
+        """
+        space = self.space
         space.unlisted_bound = 0.0
-        # What may end the search before stages are planned is known first.
-        ahead: Sequence[Candidate] | None = [] if self.budget.gap else None
         self.report("simulating baselines", 0.0)
         show = partial(self.report, "simulating more baselines", 0.01)
-        with self.known_strategies.simulated(schedules[0], baselines, self._workers, show):
+        with self.known_strategies.simulated(schedule, baselines, self._workers, show):
             self.report("listing skeletons", 0.02)
             groups = space.listed(listed)
             looks = self._looks(groups)
-            stages = self._plan_stages(num_skeletons) if ahead is None else ahead
-            # Before bounds take what time there is.
-            early = None if self.budget.seconds is None else space.simulated(stages, offer)
+            stages = None if self.budget.gap else self._plan_stages()
+            early = None
+            if self.budget.seconds is not None and stages is not None:
+                early = space.simulated(stages, self.incumbent.offer)
             self.report("bounding skeletons", 0.1)
             space.look_at(groups, self.known_strategies.meanwhile(looks))
             if not space.situation.clock.is_brief:
                 space.bound_pipelines()
-        # A start is among the choices of its skeleton from the first, so that none is renumbered.
-        own = [] if start is None else entry_of(start, space, self.incumbent, self.notes)
-        if ahead is not None:
-            self._list_idle()
-            if self._rules.is_near() or self._sharpen_few():
-                known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
-                ended = self._end_near(known[:num_skeletons])
-                if ended is not None:
-                    return ended
-            stages, early = self._plan_stages(num_skeletons), None
-        planned = space.take_all(space.simulated(stages, offer) if early is None else early)
-        if self._rules.is_near_listed():
-            known = first_policies(sorted([*planned, *own], key=lambda e: e.rank))
-            known = begun_by(known, self.known_strategies.entries(self._effort.nearly))
-            ended = self._end_near(known[:num_skeletons])
-            if ended is not None:
-                return ended
-        near = self._sharpener.neighbourhood(tuple(schedules))
-        improver = Improver(space, self.incumbent, near, self._workers, self.notes)
-        improver.begin_refining(
-            first_policies(sorted(planned, key=lambda e: e.rank))[:num_skeletons]
+        return stages, early
+
+    def _end_by_known(self, own: Sequence[SkeletonEntry]) -> StopReason | None:
+        """End where a known strategy, searched a little, is near enough."""
+        self._list_idle()
+        if self._rules.is_near() or self._sharpen_few():
+            known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
+            return self._end_near(known[: self.budget.skeletons])
+        return None
+
+    def _end_by_planned(
+        self, planned: Sequence[SkeletonEntry], own: Sequence[SkeletonEntry]
+    ) -> StopReason | None:
+        """End where a plan over stages or a known strategy is near enough of all listed."""
+        if not self._rules.is_near_listed():
+            return None
+        known = begun_by(
+            best_first([*planned, *own]), self.known_strategies.entries(self._effort.nearly)
         )
-        ranked = self._rank(space.entries)
-        best_ranked = first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
+        return self._end_near(known[: self.budget.skeletons])
+
+    def _refine(self, improver: Improver, planned: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
+        """Rank by known strategies, go downhill from the best, bound the weakest."""
+        most = self.budget.skeletons
+        improver.begin_refining(best_first(planned)[:most])
+        ranked = self._rank(self.space.entries)
         self.report("refining pipelines", 0.25)
-        refined = improver.refine(best_ranked, num_skeletons, self._shares.is_up)
-        best_ranked = first_policies(refined)[:num_skeletons]
-        weakest, work = self._effort.certified, self._effort.certified_work
-        if self.budget.bounded is not None:
-            weakest, work = self.budget.bounded, np.inf
-        left = self._survey(best_ranked, weakest, work) if weakest else 0
-        idle = self._leave_idle(num_skeletons)
+        refined = improver.refine(best_first([*planned, *ranked]), most, self._shares.is_up)
+        self._survey(first_policies(refined)[:most])
+        idle = self._leave_idle()
         self.report("refining pipelines", 0.3)
-        idle = improver.refine(idle, num_skeletons, self._shares.is_up)
-        left = self._survey(idle[:num_skeletons], weakest, work) if weakest else 0
-        best_ranked = first_policies(sorted([*refined, *idle], key=lambda e: e.rank))
-        if self._rules.is_near():
-            ended = self._end_near(begun_by(own, best_ranked)[:num_skeletons])
-            if ended is not None:
-                return ended
+        idle = improver.refine(idle, most, self._shares.is_up)
+        self._survey(idle[:most])
+        return [*refined, *idle]
+
+    def _walk(
+        self, improver: Improver, refined: Sequence[SkeletonEntry], own: Sequence[SkeletonEntry]
+    ) -> list[SkeletonEntry]:
+        """Downhill from the best, then chains over skeletons from what may be the best."""
+        most = self.budget.skeletons
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
-        left = max(0, left - self._bound_found(found, left))
-        if weakest:
+        self._left = max(0, self._left - self._bound_found(found, self._left))
+        if self._weakest:
             self._bound_recut()
-        best_ranked = first_policies(sorted([*found, *refined, *idle], key=lambda e: e.rank))
-        best_ranked = best_ranked[:num_skeletons]
-        promising = space.promising(best_ranked, self.incumbent.time)[:num_skeletons]
-        walked = improver.walk(
-            begun_by(own, [*promising, *space.settled(num_skeletons)]),
+        best = best_first([*found, *refined])[:most]
+        promising = self.space.promising(best, self.incumbent.time)[:most]
+        return improver.walk(
+            begun_by(own, [*promising, *self.space.settled(most)]),
             self.budget.evaluations,
             self.budget.seed,
             self._shares.past(WALKED),
             self._spend,
         )
-        ended = self._search_all(begun_by(own, walked), self._rules.is_near)
-        if ended is not None:
-            return ended
-        self._search_nearly_as_good()
+
+    def _descend(self, improver: Improver) -> bool:
+        """Go downhill from all that was searched, while that helps; whether it is near enough."""
         least = self.budget.least(self.space.num_operators)
         anew = self._effort.descent_evaluations if least and self._is_small else 0
         for turn in range(self._effort.descents):
             found = improver.descend(self._shares.is_up, anew)
-            left = max(0, left - self._bound_found(found, left))
+            self._left = max(0, self._left - self._bound_found(found, self._left))
             if self._rules.is_near():
-                return StopReason.NEAR
-            is_better = self._search_found(found[:num_skeletons])
+                return True
+            is_better = self._search_found(found[: self.budget.skeletons])
             if not is_better and not self._search_again(anew and least, turn):
                 break
-        space.look_again()
-        self._certify(left, work, self._shares.is_up)
-        return self._rules.reason(self.evaluations)
+        return False
 
     def _sharpen_few(self) -> bool:
         """Sharpen bounds until the gap asked for is proved, where few are short of it."""
@@ -240,26 +279,22 @@ class SearchCourse:
 
         None where what joined it may be better by more than the gap after all.
         """
-        few = [
-            e for e in known if e.num_passes <= self._effort.near_work / self.space.num_operators
-        ]
+        most = self._effort.near_work / self.space.num_operators
+        few = [e for e in known if e.num_passes <= most]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
-        ended = self._search_all(few, work=self._effort.near_work)
-        if ended is not None:
+        if (ended := self._search_all(few, work=self._effort.near_work)) is not None:
             return ended
         if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):
             return StopReason.NEAR
         reason = self._rules.reason(self.evaluations)
         return None if reason in NOTHING_PROVED else reason
 
-    def _plan_stages(self, most: int) -> Sequence[Candidate]:
+    def _plan_stages(self) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
         try:
-            found = plan_stages(
-                self.space, self._num_drafted(most), late=self._shares.late(PLANNED)
-            )
+            found = plan_stages(self.space, self._num_drafted, late=self._shares.late(PLANNED))
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
             return []
@@ -269,9 +304,10 @@ class SearchCourse:
             self.notes[NOTHING_FITS_NOTE] = str(found.shortage)
         return found.plans
 
-    def _num_drafted(self, most: int) -> int:
-        size = self.space.num_operators
-        return self._effort.drafted.of(size, least=2 * most)
+    @property
+    def _num_drafted(self) -> int:
+        least = 2 * self.budget.skeletons
+        return self._effort.drafted.of(self.space.num_operators, least=least)
 
     def _list_idle(self) -> list[list[SkeletonEntry]]:
         """List skeletons that leave devices idle, where that may be better, if they are not."""
@@ -281,15 +317,15 @@ class SearchCourse:
             self.space.unlisted_bound = np.inf
         return self._idle
 
-    def _leave_idle(self, most: int) -> list[SkeletonEntry]:
+    def _leave_idle(self) -> list[SkeletonEntry]:
         """Skeletons that leave devices idle, where that may be better; the best first."""
         space, fewer, groups = self.space, self._fewer, self._list_idle()
         ranked = self._rank(in_turn(entry for group in groups for entry in group))
         self.report("planning on fewer devices", 0.25)
-        drafted = fewer.planned(self._num_drafted(most), ranked, self._shares.late(SURVEYED))
+        drafted = fewer.planned(self._num_drafted, ranked, self._shares.late(SURVEYED))
         planned = space.take_all(space.simulated(drafted, self.incumbent.offer))
         self.notes.update(fewer.notes)
-        return first_policies(sorted([*planned, *ranked], key=lambda e: e.rank))
+        return best_first([*planned, *ranked])
 
     def _rank(self, listed: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
         most = self._effort.ranked.of(self.space.num_operators)
@@ -307,20 +343,19 @@ class SearchCourse:
         listed = [[entry.skeleton for entry in group] for group in groups]
         return [self._workers.part(Sharpener.look, skeletons) for skeletons in listed]
 
-    def _survey(self, listed: Sequence[SkeletonEntry], weakest: int, work: float) -> int:
-        """Sharpen the bounds of the best and of the `weakest`; how many of these are left.
+    def _survey(self, listed: Sequence[SkeletonEntry]) -> None:
+        """Sharpen the bounds of the best and of the weakest, as many as may be.
 
         What is met on the way tells more of a skeleton than known strategies do. It may take a
         part of the seconds of the budget only.
         """
-        stop = self._shares.past(SURVEYED)
-        if stop():
-            return weakest
+        stop, self._left = self._shares.past(SURVEYED), self._weakest
+        if self._weakest == 0 or stop():
+            return
         self.report("surveying skeletons", 0.25)
         worth = [entry for entry in listed if entry.bound < self.incumbent.time]
-        if len(self._bound_entries(worth, stop)) < len(worth):
-            return weakest
-        return self._certify(weakest, work, stop)
+        if len(self._bound_entries(worth, stop)) == len(worth):
+            self._left = self._certify(self._weakest, self._most_work, stop)
 
     def _bound_found(self, found: Sequence[SkeletonEntry], most: int) -> int:
         """Sharpen the bounds of skeletons that single changes led to; how many were.
@@ -534,18 +569,9 @@ class SearchCourse:
 
     def _learn(self, entry: SkeletonEntry, found: Sharpened) -> None:
         """Take what became of a skeleton."""
-        entry.bound, entry.fate = max(entry.bound, found.bound), found.fate
-        entry.why = found.why or entry.why
         if found.left_out:
             self.notes[f"left out on {entry.skeleton}"] = found.left_out
-        if found.shared:
-            self.space.share_bound(entry, found.shared)
-        if found.met is not None:
-            entry.met = found.met, found.shared
-        if found.plan is not None:
-            simulation = self.space.situation.simulate(found.plan, always=True)
-            if self.incumbent.offer(simulation):
-                entry.know(simulation)
+        self.space.learn(entry, found, self.incumbent.offer)
 
     # -- to whoever watches, and the clock ------------------------------------------------------
 

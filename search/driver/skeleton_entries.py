@@ -12,7 +12,7 @@ from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.improvement.neighbours import cut_elsewhere
-from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
+from stratagem.searcher.improvement.outcomes import Fate, Sharpened, SkeletonRecord
 from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
@@ -33,6 +33,9 @@ from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
+
+KnownPlan = tuple[Skeleton, Choices, Simulation]
+"""A plan of a skeleton, by its choices, and what it does."""
 
 
 @dataclass(eq=False)
@@ -239,7 +242,7 @@ class SkeletonList:
 
     def simulated(
         self, plans: Iterable[Candidate], offer: Callable[[Simulation], bool]
-    ) -> list[tuple[Skeleton, Choices, Simulation]]:
+    ) -> list[KnownPlan]:
         """Plans of the program over stages that the constraints allow, simulated.
 
         Args:
@@ -256,11 +259,30 @@ class SkeletonList:
                 found.append((skeleton, choices, simulation))
         return found
 
-    def take_all(
-        self, known: Iterable[tuple[Skeleton, Choices, Simulation]]
-    ) -> list[SkeletonEntry]:
+    def take_all(self, known: Iterable[KnownPlan]) -> list[SkeletonEntry]:
         """The entries of skeletons for which plans are known, see `take`."""
         return [self.take(*each) for each in known]
+
+    def learn(
+        self, entry: SkeletonEntry, found: Sharpened, offer: Callable[[Simulation], bool]
+    ) -> None:
+        """Take what became of a skeleton whose bound was sharpened.
+
+        Args:
+            entry: of the skeleton.
+            found: its bound, perhaps a plan that was met.
+            offer: takes that plan simulated; whether the constraints allow it.
+        """
+        entry.bound, entry.fate = max(entry.bound, found.bound), found.fate
+        entry.why = found.why or entry.why
+        if found.shared:
+            self.share_bound(entry, found.shared)
+        if found.met is not None:
+            entry.met = found.met, found.shared
+        if found.plan is not None:
+            simulation = self.situation.simulate(found.plan, always=True)
+            if offer(simulation):
+                entry.know(simulation)
 
     def rank(
         self,
@@ -539,6 +561,11 @@ def in_turn(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
         places.append(seen[kind])
         seen[kind] += 1
     return [listed[k] for k in sorted(range(len(listed)), key=lambda k: (places[k], k))]
+
+
+def best_first(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
+    """Entries by their best plans; of those that differ in their policy only, the first."""
+    return first_policies(sorted(entries, key=lambda entry: entry.rank))
 
 
 def first_policies(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
