@@ -72,13 +72,19 @@ def graph_of(name: str, layers: int) -> OperatorGraph:
 
 @lru_cache
 def table_of(
-    name: str, layers: int, cut: str, options: Options, which: str, launches: bool = False
+    name: str,
+    layers: int,
+    cut: str,
+    options: Options,
+    which: str,
+    launches: bool = False,
+    policy: str = "none",
 ) -> CostTable:
     """The table of a stage, all operators or cut amid a layer: every choice, or one alone."""
     graph = graph_of(name, layers)
     size = len(graph.operators)
     inside = range(size // 7 if cut == "end" else 0, size - size // 9 if cut == "begin" else size)
-    again = {name for name, c in _recomputed(graph, options.recompute[0]).items() if c.recompute}
+    again = {name for name, c in _recomputed(graph, policy).items() if c.recompute}
     choices: dict[int, tuple[Choice, ...]] = {}
     for i in range(len(graph.operators)):
         operator = graph.operators[i]
@@ -189,8 +195,8 @@ def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
     layers = data.draw(st.sampled_from([10, 13]))
     cut = data.draw(st.sampled_from(["nowhere", "begin", "end"]))
     chunks = data.draw(st.sampled_from([(1,), (1, 2)]))
+    policy = data.draw(st.sampled_from(["none", "selective", "full"]))
     options = Options(
-        recompute=(data.draw(st.sampled_from(["none", "selective", "full"])),),
         chunks=chunks,
         stream=len(chunks) > 1 and data.draw(st.booleans()),
         regather=data.draw(st.booleans()),
@@ -203,7 +209,7 @@ def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
         "stashes": data.draw(st.booleans()),
     }
     settings["split"] = settings["split"] and not settings["stashes"]
-    table = table_of(name, layers, cut, options, which, data.draw(st.booleans()))
+    table = table_of(name, layers, cut, options, which, data.draw(st.booleans()), policy)
     found = built(replace(table), **settings)
     with all_written():
         written = built(replace(table), **settings)
