@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
-from stratagem.searcher.processes.search_effort import SearchEffort
+from stratagem.searcher.processes.search_effort import SearchEffort, differing
 from stratagem.simulator.simulation.simulation import TELLS_APART
 
 EVALUATIONS = 40_000
@@ -86,7 +86,8 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.evaluations or 0) < 0 or (self.seconds is not None and self.seconds <= 0):
             raise ValueError(
-                f"budget of {self.evaluations or 0} evaluations and "
+                f"budget of {self.evaluations if self.evaluations is not None else EVALUATIONS} "
+                "evaluations and "
                 f"{'any number of' if self.seconds is None else self.seconds} seconds; "
                 f"evaluations must be at least 0 and seconds above 0"
             )
@@ -100,6 +101,9 @@ class Budget:
             raise ValueError(f"budget: bounded is {self.bounded}: bound 0 skeletons or more")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"budget: threads is {self.threads}; take 1 or more")
+
+    def __repr__(self) -> str:
+        return f"Budget({differing(self)})"
 
     @property
     def is_open(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from math import inf
 from pathlib import Path
 
@@ -321,7 +321,7 @@ def _search_graph(
             digest(
                 graph.fingerprint, cluster.to_json(), situation.training,
                 type(situation.costs).__name__, budget.evaluations, budget.seed, schedules, zeros,
-                budget.skeletons, budget.effort, options, wishes,
+                budget.skeletons, astuple(budget.effort), options, wishes,
                 start.to_json() if start else None, *registered_moves(),
             ),
         ),

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 AT_LEAST_ONE = ("together", "nearly", "nearly_divisor", "refined_pipelines", "walk_evaluations")
+
+
+def differing(record: Any) -> str:
+    """The fields of a dataclass that are not as usual: ``descents=0, again=2``."""
+    usual = type(record)()
+    told = {each.name: getattr(record, each.name) for each in fields(record)}
+    return ", ".join(f"{n}={v!r}" for n, v in told.items() if v != getattr(usual, n))
 
 
 def _check(name: str, value: float) -> None:
@@ -145,6 +153,9 @@ class SearchEffort:
     formed_share: float = 0.05
     placed: Scaled = Scaled(1_000, 24_000)
     simpler: Scaled = Scaled(64, 30_000)
+
+    def __repr__(self) -> str:
+        return f"SearchEffort({differing(self)})"
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
+from stratagem.searcher.processes.search_effort import differing
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.skeletons import (
@@ -189,13 +190,7 @@ class Constraints:
 
     def describe(self) -> str:
         """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
-        plain = type(self)()
-        told = [
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(plain, each.name)
-        ]
-        return ", ".join(told) or "(none)"
+        return differing(self) or "(none)"
 
     def bind(self, graph: OperatorGraph) -> BoundConstraints:
         """The constraints with the names of a model looked up.
@@ -304,8 +299,7 @@ class Space(TriedOptions, Constraints):
         )
 
     def __repr__(self) -> str:
-        told = self.describe()
-        return f"Space({'' if told == '(none)' else told})"
+        return f"Space({differing(self)})"
 
 
 class BoundConstraints:
