@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stratagem.executor.lowering.passes.drafts import Step
 from stratagem.executor.lowering.plan_context import BoundaryTensor, Context
-from stratagem.executor.program.instructions import Convert, Instruction, Receive, Send
+from stratagem.executor.program.instructions import Convert, Receive, Send
 from stratagem.executor.program.instructions.numbered_meshes import joint_number
 from stratagem.executor.program.instructions.operands import Meeting
 from stratagem.executor.program.instructions.treatments import Treatment, carried_dtype
@@ -24,25 +25,23 @@ class Writer:
     What is written holds for every rank that has the same coordinate on axes with pins.
     """
 
-    def __init__(
-        self, context: Context, stage: int, device: int, instructions: list[Instruction]
-    ) -> None:
+    def __init__(self, context: Context, stage: int, device: int, steps: list[Step]) -> None:
         self.context = context
         self.stage = stage
         self._device = device
         self.mesh = context.mesh(stage)
         self.coordinates = self.mesh.coordinates(device)
-        self.instructions = instructions
+        self._steps = steps
         self._summed: dict[str, str | None] = {}
 
-    def write(self, instruction: Instruction) -> None:
-        """Append an instruction."""
-        self.instructions.append(instruction)
+    def write(self, step: Step) -> None:
+        """Append an instruction, or a mark for a pass."""
+        self._steps.append(step)
 
     def on_both_homes(self) -> Writer:
         """The same on the joint mesh of both homes of the stage."""
         number = joint_number(self.context.plan, self.stage)
-        return Writer(self.context, number, self._device, self.instructions)
+        return Writer(self.context, number, self._device, self._steps)
 
     def holds(self, placements: Placements | Config) -> bool:
         """Whether nothing is pinned elsewhere."""
@@ -115,7 +114,7 @@ class Writer:
                 meetings=meetings,
             )
             if into is None:
-                self.instructions.append(made)
+                self._steps.append(made)
             else:
                 into.append(made)
         return got

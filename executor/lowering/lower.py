@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stratagem.executor.lowering.forward_results import results_of
 from stratagem.executor.lowering.pass_writer import PassWriter
+from stratagem.executor.lowering.passes.bundling import bundle
+from stratagem.executor.lowering.passes.drafts import Draft, Pass, Step
+from stratagem.executor.lowering.passes.freeing import free
+from stratagem.executor.lowering.passes.gathering_ahead import gather_ahead
+from stratagem.executor.lowering.passes.unread_sources import drop_unread_sources
 from stratagem.executor.lowering.plan_context import Context
 from stratagem.executor.lowering.weight_uses import Weights, WeightUse
 from stratagem.executor.program.instructions import (
-    Free,
     Instruction,
     Measure,
     Norm,
@@ -26,6 +31,9 @@ from stratagem.simulator.plan.weight_stashing import check_stashing
 from stratagem.simulator.pricing.stage_boundaries import crossing_ties
 from stratagem.simulator.schedules.named_schedules import SCHEDULES
 from stratagem.simulator.sharding.resharding_paths import placements_text
+
+PASSES: tuple[Pass, ...] = (gather_ahead, bundle, drop_unread_sources, free)
+"""What is done to what `emit` writes, in this order."""
 
 
 def lower(plan: Plan, graph: OperatorGraph) -> Program:
@@ -143,17 +151,36 @@ def _ranks(contexts: Sequence[Context], weights: Weights) -> tuple[RankProgram, 
         crew = context.crew_of(device)
         key = crew, context.standing(crew, device)
         if key not in written:
-            written[key] = _write(contexts, weights, crew, device)
+            stored, draft = emit(contexts, weights, crew, device)
+            written[key] = stored, _finished(draft)
         stages = sorted({stage for each in contexts for stage in each.stages_of(crew)})
         found.append(RankProgram(rank, device, tuple(stages), *written[key]))
     return tuple(found)
 
 
-def _write(
+def _finished(draft: Draft) -> tuple[Instruction, ...]:
+    """The instructions that all passes make of a draft."""
+    for each in PASSES:
+        draft = replace(draft, steps=tuple(each(draft)))
+    return tuple(step for step in draft.steps if isinstance(step, Instruction))
+
+
+def emit(
     contexts: Sequence[Context], weights: Weights, crew: int, device: int
-) -> tuple[tuple[Stored, ...], tuple[Instruction, ...]]:
-    """What a device keeps, and what it does."""
-    context, body = contexts[0], list[Instruction]()
+) -> tuple[tuple[Stored, ...], Draft]:
+    """What a device keeps, and what it does, as plainly as it can be written.
+
+    All sources are made. Every operator's weights are gathered right before it reads them, and
+    nothing is freed.
+
+    Args:
+        contexts: one for each token slice, or for each direction of two pipelines.
+        weights: all uses of parameters.
+        crew: the number of the devices that share stages.
+        device: one of them.
+    """
+    context = contexts[0]
+    body: list[Step] = [*_sources(context)]
     later = contexts[1:] if context.part is not None else ()
     stages = {
         stage: PassWriter(each, weights, stage, device, body)
@@ -200,9 +227,8 @@ def _write(
     for passes in stages.values():
         passes.loss.bring_home()
     stored = {one.value: one for each in parameters for one in each.stored()}
-    whole = [*_sources(body, context), *body]
     results = [value for each in results_of(context) for value in each.values]
-    return tuple(stored.values()), _freed(whole, {*stored, LOSS, *results})
+    return tuple(stored.values()), Draft(tuple(body), frozenset({*stored, LOSS, *results}))
 
 
 def _check_groups(plan: Plan, graph: OperatorGraph) -> None:
@@ -232,29 +258,10 @@ def _check_groups(plan: Plan, graph: OperatorGraph) -> None:
             )
 
 
-def _sources(instructions: Sequence[Instruction], context: Context) -> list[Instruction]:
-    """The sources that a rank's operators read, in graph order."""
-    read = {value for instruction in instructions for value in instruction.reads}
+def _sources(context: Context) -> list[Source]:
+    """All sources, in graph order."""
     return [
         Source(operator.name, f"{operator.name} whole", context.output_dtype(i, 0))
         for i, operator in enumerate(context.graph.operators)
-        if context.is_source[i] and f"{operator.name} whole" in read
+        if context.is_source[i]
     ]
-
-
-def _freed(instructions: Sequence[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
-    """The instructions with every value freed right after the last one that touches it."""
-    last: dict[str, int] = {}
-    for number, instruction in enumerate(instructions):
-        for value in (*instruction.reads, *instruction.writes):
-            last[value] = number
-    dying: dict[int, list[str]] = {}
-    for value, number in last.items():
-        if value not in kept:
-            dying.setdefault(number, []).append(value)
-    body: list[Instruction] = []
-    for number, instruction in enumerate(instructions):
-        body.append(instruction)
-        if number in dying:
-            body.append(Free(tuple(dying[number])))
-    return tuple(body)

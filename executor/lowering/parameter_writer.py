@@ -4,8 +4,9 @@
     gradient of a tied user ──↔──▲                 ╰──────↔──────▶ as the tied user uses it
 
 Gradients are brought together as soon as an operator's last backward pass is over, or that of the
-last operator of its bucket; backward goes on meanwhile. A weight is gathered while the operator in
-front of its own runs, those of a bucket while the bucket in front of theirs does. A new value, or
+last operator of its bucket; backward goes on meanwhile. A weight is gathered for the operator that
+reads it next, those of a bucket for the first that reads one; `passes.gathering_ahead` says how
+much earlier that begins, `passes.bundling` what of a bucket goes together. A new value, or
 those of a bucket, is published while others are updated. Updates wait for the end
 of the step, when stages first exchange the gradients of the parameters that they share. Where
 weights are stashed, each microbatch ends in updates of its stage.
@@ -18,13 +19,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from stratagem.executor.lowering.conversion_writer import Writer
+from stratagem.executor.lowering.passes.drafts import BlockBegins, Fill, Gather, Ran
 from stratagem.executor.lowering.stashed_versions import Stashes
 from stratagem.executor.lowering.weight_uses import Weights, WeightUse
 from stratagem.executor.program.instructions import (
-    Bundle,
     Convert,
     Direct,
-    Instruction,
     MeasuredParameter,
     Stash,
     Update,
@@ -33,8 +33,7 @@ from stratagem.executor.program.instructions import (
 from stratagem.executor.program.instructions.treatments import StoredAs
 from stratagem.executor.program.programs import Stored
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.graph.placement import REPLICATE, Pin, Placements
-from stratagem.simulator.hardware.collective_kinds import Collective
+from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
@@ -44,46 +43,13 @@ from stratagem.simulator.sharding.parameter_homes import (
     gather_buckets,
     gradient_buckets,
 )
-from stratagem.simulator.stage.stage_blocks import PREFETCH
-
-BUNDLED = frozenset(
-    {
-        Collective.ALL_REDUCE,
-        Collective.REDUCE_SCATTER,
-        Collective.ALL_GATHER,
-        Collective.SLICE,
-    }
-)
-"""Collectives that several tensors can share."""
-
-
-def _can_share(convert: Convert) -> bool:
-    """Whether a conversion may share its collectives with others: all ranks have parts of it."""
-    ends = [*convert.before, *(step.target for step in convert.steps)]
-    return (
-        bool(convert.steps)
-        and all(step.collective in BUNDLED for step in convert.steps)
-        and not any(isinstance(placement, Pin) for placement in ends)
-    )
-
-
-def _bundled(converts: Sequence[Convert]) -> list[Instruction]:
-    """Conversions, those along equal steps as one, in the order of the first of each."""
-    groups: dict[object, list[Convert]] = {}
-    for number, convert in enumerate(converts):
-        steps = tuple((step.collective, step.axis) for step in convert.steps)
-        shared = (steps, convert.carried) if _can_share(convert) else number
-        groups.setdefault(shared, []).append(convert)
-    return [group[0] if len(group) == 1 else Bundle(tuple(group)) for group in groups.values()]
 
 
 class ParameterWriter:
     """Writes what the ranks of one stage do with its parameters.
 
-    `_held` has the syncs of a bucket that is not full, or what publishes it, `_passed` where
-    gathers may begin: at the start of the block, and behind each of its passes with weights;
-    `_next_bucket` where those of the next bucket may. Of a block `_begun` are the operators whose
-    buckets are on their way, `_brought` the values of these.
+    `_held` has what an operator adds to its bucket. Of a block `_begun` are the operators whose
+    buckets are brought, `_brought` the values of these.
     """
 
     def __init__(self, writer: Writer, weights: Weights) -> None:
@@ -101,7 +67,6 @@ class ParameterWriter:
         self._returned = [use for use in self._remote if context.runs_backward[use.user]]
         self._ready: list[int] = []
         self._held: list[Convert] = []
-        self._passed: list[int] = []
         nbytes = {i: weights.gradient_bytes(i) for i in self._operators}
         buckets = gradient_buckets(self._operators[::-1], nbytes, context.plan.bucket_bytes)
         segment = context.graph.segments
@@ -115,7 +80,6 @@ class ParameterWriter:
         }
         self._begun: set[int] = set()
         self._brought: dict[tuple[int, int], str | None] = {}
-        self._behind = self._next_bucket = 0
         self._closes = {bucket[-1] for bucket in buckets if nbytes[bucket[-1]]}
         self._in_buckets = context.plan.bucket_bytes > 0
         self._has_two_homes = context.plan.is_mirrored
@@ -135,26 +99,20 @@ class ParameterWriter:
 
     def begin_block(self) -> None:
         """Say that what is gathered from now on is so for a new block."""
-        self._behind = self._next_bucket = len(self._writer.instructions)
-        self._passed = [self._behind] * PREFETCH
+        self._writer.write(BlockBegins())
         self._begun.clear()
         self._brought.clear()
 
     def ran(self, i: int, *, again: bool = False) -> None:
-        """Say that operator `i` has been run, which lets the next but `PREFETCH` gather.
-
-        The next bucket but one is gathered behind passes that are not run `again`.
-        """
+        """Say that operator `i` has been run."""
         if self._weights.of[i]:
-            self._passed.append(len(self._writer.instructions))
-            if not again:
-                self._behind = self._passed[-1]
+            self._writer.write(Ran(again))
 
     def bring(self, i: int, label: str, microbatch: int, *, again: bool) -> tuple[str, ...]:
         """The values of the weights of operator `i`, gathered where they are sharded at home.
 
-        They are so as long before as the simulator has it, those of a bucket for the first that
-        reads one. In the backward pass, `again`, they are those that the forward pass had.
+        Those of a bucket are so for the first that reads one. In the backward pass, `again`, they
+        are those that the forward pass had.
         """
         if i in self._together and i not in self._begun:
             self._bring_bucket(self._together[i], label, microbatch)
@@ -170,11 +128,12 @@ class ParameterWriter:
                 value = self._gather(use, label, microbatch, gathers)
             if value is not None:
                 values.append(value)
-        self._write_ahead(gathers, self._passed[-PREFETCH])
+        if gathers:
+            self._writer.write(Gather(tuple(gathers), of_bucket=False))
         return tuple(values)
 
     def _bring_bucket(self, bucket: Sequence[int], label: str, microbatch: int) -> None:
-        """Gather the weights of a bucket while that before it is read."""
+        """Gather the weights of a bucket."""
         gathers: list[Convert] = []
         self._begun.update(bucket)
         for i in bucket:
@@ -182,8 +141,7 @@ class ParameterWriter:
                 if use.is_gathered and use.use is not ParameterUse.TIED_HERE:
                     made = self._gather(use, label, microbatch, gathers)
                     self._brought[i, use.slot] = made
-        at, self._next_bucket = self._next_bucket, self._behind
-        self._write_ahead(_bundled(gathers), at)
+        self._writer.write(Gather(tuple(gathers), of_bucket=True))
 
     def _gather(
         self, use: WeightUse, label: str, microbatch: int, into: list[Convert]
@@ -202,14 +160,6 @@ class ParameterWriter:
             treatments=(StoredAs(use.weight.layout),),
             later=True,
             into=into,
-        )
-
-    def _write_ahead(self, gathers: Sequence[Instruction], at: int) -> None:
-        """Write gathers behind a pass before the one that is to be written next."""
-        self._writer.instructions[at:at] = gathers
-        self._passed = [n + len(gathers) if n >= at else n for n in self._passed]
-        self._behind, self._next_bucket = (
-            n + len(gathers) if n >= at else n for n in (self._behind, self._next_bucket)
         )
 
     def gathered(self, i: int, microbatch: int) -> tuple[int, ...]:
@@ -239,16 +189,15 @@ class ParameterWriter:
                     self._reduce(use, f"{self._name(i)} sync", microbatch)
             elif use.use is ParameterUse.TIED_HERE and is_last and not use.joins_owner:
                 self._reduce(use, self._tie(use), microbatch)
-        if i in self._closes:
-            self._flush()
+        self._fill(i)
         if is_last:
             self._ready.append(i)
 
-    def _flush(self) -> None:
-        """Write the conversions of a bucket, those along equal steps as one."""
-        for instruction in _bundled(self._held):
-            self._writer.write(instruction)
-        self._held.clear()
+    def _fill(self, i: int) -> None:
+        """Write what operator `i` adds to its bucket, which is full with the last of its own."""
+        if self._held or i in self._closes:
+            self._writer.write(Fill(self._writer.stage, tuple(self._held), i in self._closes))
+            self._held.clear()
 
     # -- the end of a step ----------------------------------------------------------------------
 
@@ -400,8 +349,7 @@ class ParameterWriter:
             for use in self._weights.of[i]:
                 if use.use is ParameterUse.OWNED and (use.parameter in awaited) == tied:
                     self._sum_homes(use, joint)
-            if i in self._closes:
-                self._flush()
+            self._fill(i)
 
     def _sum_homes(self, use: WeightUse, joint: Writer) -> None:
         joint.convert(
@@ -459,8 +407,7 @@ class ParameterWriter:
         for use in owned:
             if not use.is_gathered:
                 self._publish(use, f"{self._name(i)} publish", microbatch, done, into)
-        if i in self._closes:
-            self._flush()
+        self._fill(i)
         for use in self._weights.tied_to(i):
             if use.stage == self._writer.stage:
                 self._publish(use, self._tie(use), microbatch, done, None)

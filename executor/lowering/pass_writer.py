@@ -17,6 +17,7 @@ from stratagem.executor.lowering.operator_pieces import (
     portion,
 )
 from stratagem.executor.lowering.parameter_writer import ParameterWriter
+from stratagem.executor.lowering.passes.drafts import Step
 from stratagem.executor.lowering.plan_context import BoundaryTensor, Context
 from stratagem.executor.lowering.prefix_values import PrefixValues
 from stratagem.executor.lowering.shared_copies import Copies
@@ -25,7 +26,6 @@ from stratagem.executor.program.instructions import (
     Backward,
     BackwardPart,
     Forward,
-    Instruction,
     Join,
 )
 from stratagem.executor.program.instructions.operands import Cut, Operand, Piece, Portion
@@ -56,10 +56,10 @@ class PassWriter:
         weights: Weights,
         stage: int,
         device: int,
-        instructions: list[Instruction],
+        steps: list[Step],
         first: PassWriter | None = None,
     ) -> None:
-        self.writer = Writer(context, stage, device, instructions)
+        self.writer = Writer(context, stage, device, steps)
         self.parameters: ParameterWriter = (
             first.parameters if first else ParameterWriter(self.writer, weights)
         )
