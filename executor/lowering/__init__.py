@@ -2,5 +2,5 @@
 
 In:      a plan and its graph.
 Out:     instructions for every rank.
-Imports: program, program.instructions, the simulator; no torch.
+Imports: lowering.passes, program, program.instructions, the simulator; no torch.
 """

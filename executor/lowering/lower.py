@@ -8,7 +8,7 @@ from dataclasses import replace
 from stratagem.executor.lowering.forward_results import results_of
 from stratagem.executor.lowering.pass_writer import PassWriter
 from stratagem.executor.lowering.passes.bundling import bundle
-from stratagem.executor.lowering.passes.drafts import Draft, Pass, Step
+from stratagem.executor.lowering.passes.drafts import Pass, RankDraft, Step
 from stratagem.executor.lowering.passes.freeing import free
 from stratagem.executor.lowering.passes.gathering_ahead import gather_ahead
 from stratagem.executor.lowering.passes.unread_sources import drop_unread_sources
@@ -158,7 +158,7 @@ def _ranks(contexts: Sequence[Context], weights: Weights) -> tuple[RankProgram, 
     return tuple(found)
 
 
-def _finished(draft: Draft) -> tuple[Instruction, ...]:
+def _finished(draft: RankDraft) -> tuple[Instruction, ...]:
     """The instructions that all passes make of a draft."""
     for each in PASSES:
         draft = replace(draft, steps=tuple(each(draft)))
@@ -167,7 +167,7 @@ def _finished(draft: Draft) -> tuple[Instruction, ...]:
 
 def emit(
     contexts: Sequence[Context], weights: Weights, crew: int, device: int
-) -> tuple[tuple[Stored, ...], Draft]:
+) -> tuple[tuple[Stored, ...], RankDraft]:
     """What a device keeps, and what it does, as plainly as it can be written.
 
     All sources are made. Every operator's weights are gathered right before it reads them, and
@@ -228,7 +228,7 @@ def emit(
         passes.loss.bring_home()
     stored = {one.value: one for each in parameters for one in each.stored()}
     results = [value for each in results_of(context) for value in each.values]
-    return tuple(stored.values()), Draft(tuple(body), frozenset({*stored, LOSS, *results}))
+    return tuple(stored.values()), RankDraft(tuple(body), frozenset({*stored, LOSS, *results}))
 
 
 def _check_groups(plan: Plan, graph: OperatorGraph) -> None:

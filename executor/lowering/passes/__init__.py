@@ -2,5 +2,5 @@
 
 In:      a draft: plain instructions, with marks where something of them may move or be joined.
 Out:     the instructions that a rank runs, in their order.
-Imports: program.instructions.
+Imports: program.instructions, the simulator; no torch.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from stratagem.executor.lowering.passes.drafts import Draft, Fill, Gather, Step
+from stratagem.executor.lowering.passes.drafts import Fill, Gather, RankDraft, Step
 from stratagem.executor.program.instructions import Bundle, Convert, Instruction
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.hardware.collective_kinds import Collective
@@ -21,7 +21,7 @@ BUNDLED = frozenset(
 """Collectives that several tensors can share."""
 
 
-def bundle(draft: Draft) -> list[Step]:
+def bundle(draft: RankDraft) -> list[Step]:
     """Write the conversions of each bucket when it is full, those along equal steps as one.
 
     Each stage fills one bucket at a time, with those of its operators in turn.

@@ -49,7 +49,7 @@ Step = Instruction | BlockBegins | Ran | Gather | Fill
 
 
 @dataclass(frozen=True)
-class Draft:
+class RankDraft:
     """What the ranks of one crew and standing do, as far as it is worked out.
 
     Attributes:
@@ -61,5 +61,5 @@ class Draft:
     kept: frozenset[str]
 
 
-Pass = Callable[[Draft], list[Step]]
+Pass = Callable[[RankDraft], list[Step]]
 """Makes other steps of those of a draft."""

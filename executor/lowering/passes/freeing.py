@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stratagem.executor.lowering.passes.drafts import Draft, Step
+from stratagem.executor.lowering.passes.drafts import RankDraft, Step
 from stratagem.executor.program.instructions import Free, Instruction
 
 
-def free(draft: Draft) -> list[Step]:
+def free(draft: RankDraft) -> list[Step]:
     """Free every value right after the last instruction that touches it, but for those kept."""
     last: dict[str, int] = {}
     for number, each in enumerate(draft.steps):

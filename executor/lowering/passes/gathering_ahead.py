@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from stratagem.executor.lowering.passes.drafts import BlockBegins, Draft, Gather, Ran, Step
+from stratagem.executor.lowering.passes.drafts import BlockBegins, Gather, Ran, RankDraft, Step
 from stratagem.simulator.stage.stage_blocks import PREFETCH
 
 
-def gather_ahead(draft: Draft) -> list[Step]:
+def gather_ahead(draft: RankDraft) -> list[Step]:
     """Move each gather in front of what runs meanwhile, as the simulator has it.
 
     A weight is gathered while the operator in front of its own runs, those of a bucket while the
     bucket in front of theirs does; passes that run again do not end one.
 
     Example:
-        >>> gather_ahead(Draft((BlockBegins(), a, Ran(False), g), frozenset()))  # doctest: +SKIP
+        >>> steps = BlockBegins(), a, Ran(False), g
+        >>> gather_ahead(RankDraft(steps, frozenset()))  # doctest: +SKIP
         [g, a]
     """
     steps: list[Step] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stratagem.executor.lowering.passes.drafts import Draft, Step
+from stratagem.executor.lowering.passes.drafts import RankDraft, Step
 from stratagem.executor.program.instructions import Instruction, Source
 
 
-def drop_unread_sources(draft: Draft) -> list[Step]:
+def drop_unread_sources(draft: RankDraft) -> list[Step]:
     """Leave out the sources that none of a rank's operators reads."""
     steps = draft.steps
     read = {value for each in steps if isinstance(each, Instruction) for value in each.reads}

@@ -9,10 +9,10 @@ from stratagem.executor.lowering.lower import PASSES
 from stratagem.executor.lowering.passes.bundling import bundle
 from stratagem.executor.lowering.passes.drafts import (
     BlockBegins,
-    Draft,
     Fill,
     Gather,
     Ran,
+    RankDraft,
     Step,
 )
 from stratagem.executor.lowering.passes.freeing import free
@@ -29,7 +29,7 @@ from tests.support.plans import cnn_case, gpt_case, mlp_case, random_plan
 CASES = {"gpt": gpt_case, "mlp": mlp_case, "cnn": cnn_case}
 
 
-def as_written(draft: Draft) -> list[Step]:
+def as_written(draft: RankDraft) -> list[Step]:
     """The conversions of all marks, each by itself and where it was written."""
     steps: list[Step] = []
     for step in draft.steps:
@@ -91,7 +91,7 @@ def test_weights_are_gathered_while_the_operator_in_front_runs() -> None:
     steps: list[Step] = [BlockBegins()]
     for letter in "abcd":
         steps += [one(letter.upper()), convert(letter), Ran(again=False)]
-    assert shown(gather_ahead(Draft(tuple(steps), frozenset()))) == "[A][B]a[C]b[D]cd"
+    assert shown(gather_ahead(RankDraft(tuple(steps), frozenset()))) == "[A][B]a[C]b[D]cd"
 
 
 def test_buckets_are_gathered_while_the_bucket_in_front_is_read() -> None:
@@ -100,19 +100,19 @@ def test_buckets_are_gathered_while_the_bucket_in_front_is_read() -> None:
         steps.append(one((first + second).upper(), of_bucket=True))
         for letter in (first, second):
             steps += [convert(letter), Ran(again=False)]
-    assert shown(gather_ahead(Draft(tuple(steps), frozenset()))) == "[AB][CD]ab[EF]cdef"
+    assert shown(gather_ahead(RankDraft(tuple(steps), frozenset()))) == "[AB][CD]ab[EF]cdef"
 
 
 def test_nothing_is_gathered_before_its_block() -> None:
     block = (BlockBegins(), one("A"), convert("a"), Ran(again=False))
-    steps = gather_ahead(Draft((*block, convert("x"), *block), frozenset()))
+    steps = gather_ahead(RankDraft((*block, convert("x"), *block), frozenset()))
     assert shown(steps) == "[A]ax[A]a"
 
 
 def test_a_bucket_goes_together_when_it_is_full() -> None:
     a, b = (convert(letter, collective=Collective.ALL_REDUCE) for letter in "ab")
     c = convert("c")
-    draft = Draft(
+    draft = RankDraft(
         (Fill(0, (a,), False), convert("x"), Fill(1, (c,), True), Fill(0, (b,), True)), frozenset()
     )
     assert shown(bundle(draft)) == "xc(ab)"
@@ -120,11 +120,11 @@ def test_a_bucket_goes_together_when_it_is_full() -> None:
 
 def test_sources_that_nobody_reads_are_left_out() -> None:
     sources = tuple(Source(name, f"{name} whole", "int64") for name in ("ids", "labels"))
-    steps = drop_unread_sources(Draft((*sources, convert("labels whole")), frozenset()))
+    steps = drop_unread_sources(RankDraft((*sources, convert("labels whole")), frozenset()))
     assert [str(each) for each in steps] == ["labels source", "labels whole 0"]
 
 
 def test_values_are_freed_behind_the_last_that_touches_them() -> None:
-    draft = Draft((convert("a"), convert("a whole")), frozenset({"a"}))
+    draft = RankDraft((convert("a"), convert("a whole")), frozenset({"a"}))
     freed = [each.values for each in free(draft) if isinstance(each, Free)]
     assert freed == [("a whole", "a whole whole")]
