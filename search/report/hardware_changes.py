@@ -104,7 +104,7 @@ def _one_node_more(
     plan, ours = result.plan, result.simulation.step_time
     cluster = plan.cluster.resized(num_nodes=plan.cluster.num_nodes + 1)
     what = f"one node more ({cluster.num_nodes} nodes, {cluster.num_devices} devices)"
-    given = space or Space(headroom=result.headroom or 0.0)
+    given = replace(space or Space(headroom=result.headroom or 0.0), rewrites=0)
     if given.schedules is None and plan.schedule in searched_schedules():
         given = replace(given, schedules=(plan.schedule,))
     # Most of such a search is looking at pipelines of other depths, so they come last.

@@ -13,9 +13,10 @@ def gather_ahead(draft: RankDraft) -> list[Step]:
     bucket in front of theirs does; passes that run again do not end one.
 
     Example:
-        >>> steps = BlockBegins(), a, Ran(False), g
-        >>> gather_ahead(RankDraft(steps, frozenset()))  # doctest: +SKIP
-        [g, a]
+        >>> from stratagem.executor.program.instructions import Source
+        >>> steps = BlockBegins(), Source("a", "a whole", "int64"), Ran(False), Gather((), False)
+        >>> [type(step).__name__ for step in gather_ahead(RankDraft(steps, frozenset()))]
+        ['Gather', 'Source']
     """
     steps: list[Step] = []
     behind = next_bucket = 0
