@@ -196,7 +196,7 @@ def test_a_search_gives_the_simplest_beside_the_fastest(tmp_path) -> None:
         "budget": sg.Budget(100, gap=0.05),
         "progress": False,
     }
-    wishes["constraints"] = sg.Space(headroom=0.0)
+    wishes["space"] = sg.Space(headroom=0.0)
     pair = replace(cluster(), devices_per_node=2)
     free = sg.search(graph, pair, baselines=(), **wishes)
     room = cluster(0.7 * free.simulation.peak_memory / 2**30)

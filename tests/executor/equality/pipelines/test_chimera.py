@@ -20,8 +20,8 @@ from stratagem.executor.program.verify import verify
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.run_request import RunRequest
 from stratagem.exports import FORMATS, export
+from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import Budget
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_plans, pipeline_plans
 from stratagem.searcher.space.situation import Situation

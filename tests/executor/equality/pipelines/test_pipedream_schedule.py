@@ -124,7 +124,7 @@ def test_pipedreams_own_schedule_is_shown_and_never_the_result() -> None:
     assert "in a PipeDream pipeline of" in describe(own, graph)
     space = SkeletonList(situation, Options(), (0,), Space().bind(graph))
     course = SearchCourse(
-        space, Budget(1), 0, 1, lambda progress: None, SearchCheckpoint(None, "")
+        space, Budget(1).settled(), lambda progress: None, SearchCheckpoint(None, "")
     )
     assert not course.incumbent.offer(own)
     assert course.incumbent.best is None
