@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
-from stratagem.searcher.processes.search_effort import SearchEffort, differing
+from stratagem.searcher.processes.search_effort import SearchEffort
+from stratagem.simulator.base.saved_values import shown
 from stratagem.simulator.simulation.simulation import TELLS_APART
 
 EVALUATIONS = 40_000
@@ -102,8 +103,7 @@ class Budget:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"budget: threads is {self.threads}; take 1 or more")
 
-    def __repr__(self) -> str:
-        return f"Budget({differing(self)})"
+    __repr__ = shown
 
     @property
     def is_open(self) -> bool:
@@ -124,7 +124,7 @@ class Budget:
         return SettledBudget(**{**given, "gap": given["gap"] or 0.0})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SettledBudget(Budget):
     """A budget that says all that ends a search."""
 

@@ -192,7 +192,9 @@ def make_problem(
         )
     choices = space_choices(graph, skeleton, zero_stages, options, include)
     if constraints is not None:
-        choices = _allowed(choices, small, skeleton, pipeline.stage_of, constraints, cluster)
+        choices = allowed_choices(
+            choices, small, skeleton, pipeline.stage_of, constraints, cluster
+        )
     priced = price_pipeline(pipeline, small, choices, Prices(costs, memory or RowMemory()))
     headroom = NO_HEADROOM if constraints is None else constraints.constraints.room(cluster)
     return problem_of(priced, skeleton, headroom)
@@ -290,15 +292,23 @@ def space_choices(
     return tuple(found)
 
 
-def _allowed(
+def allowed_choices(
     choices: Sequence[tuple[Choice, ...]],
     graph: OperatorGraph,
     skeleton: Skeleton,
     stage_of: Mapping[str, int],
     constraints: BoundConstraints,
     cluster: Cluster,
+    own: Mapping[str, Choice] | None = None,
 ) -> tuple[tuple[Choice, ...], ...]:
-    """The choices that constraints leave; equal lists stay one object, which prices them once."""
+    """The choices that constraints leave; equal lists stay one object, which prices them once.
+
+    Those that operators have of their `own` are left in any case.
+
+    Raises:
+        NoChoiceError: an operator has none.
+    """
+    own = own or {}
     lists: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
     if constraints.allows_all:
         distinct = {id(listed): lists.setdefault(listed, listed) for listed in _distinct(choices)}
@@ -306,7 +316,11 @@ def _allowed(
     found: list[tuple[Choice, ...]] = []
     for operator, listed in zip(graph.operators, choices, strict=True):
         mesh = skeleton.meshes[stage_of[operator.name]]
-        kept = tuple(c for c in listed if constraints.allows(operator, c, mesh, cluster))
+        kept = tuple(
+            c
+            for c in listed
+            if c == own.get(operator.name) or constraints.allows(operator, c, mesh, cluster)
+        )
         if not kept:
             raise NoChoiceError(
                 f"none of the {len(listed)} choices of operator {operator.name!r} on a mesh of "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stratagem.searcher.problem.priced_skeleton import problem_of, space_choices
+from stratagem.searcher.problem.priced_skeleton import allowed_choices, problem_of, space_choices
 from stratagem.searcher.problem.replayed_plan import ReplayedPlan
 from stratagem.searcher.problem.simulated_plan import SimulatedPlan
 from stratagem.searcher.space.choices import choices_of
@@ -158,18 +158,7 @@ def _player(
         zero_stages = tuple(stage for stage in zero_stages if stage < 3)
     listed = space_choices(graph, skeleton, zero_stages, space.options(plan), own)
     bound = space.bind(graph)
-    if not bound.allows_all:
-        listed = tuple(
-            tuple(
-                choice
-                for choice in choices
-                if choice == own[operator.name]
-                or bound.allows(
-                    operator, choice, plan.stages[plan.stage_of[operator.name]].mesh, plan.cluster
-                )
-            )
-            for operator, choices in zip(small.operators, listed, strict=True)
-        )
+    listed = allowed_choices(listed, small, skeleton, plan.stage_of, bound, plan.cluster, own)
     if plan.is_mirrored or num_slices(plan.token_slices) > 1 or plan.has_pins:
         return SimulatedPlan(plan, graph, costs, listed)
     priced = price_pipeline(pipeline_of(plan), small, listed, Prices(costs))

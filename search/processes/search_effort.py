@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+
+from stratagem.simulator.base.saved_values import shown
 
 AT_LEAST_ONE = ("together", "nearly", "nearly_divisor", "refined_pipelines", "walk_evaluations")
-
-
-def differing(record: Any) -> str:
-    """The fields of a dataclass that are not as usual: ``descents=0, again=2``."""
-    usual = type(record)()
-    told = {each.name: getattr(record, each.name) for each in fields(record)}
-    return ", ".join(f"{n}={v!r}" for n, v in told.items() if v != getattr(usual, n))
 
 
 def _check(name: str, value: float) -> None:
@@ -154,8 +148,7 @@ class SearchEffort:
     placed: Scaled = Scaled(1_000, 24_000)
     simpler: Scaled = Scaled(64, 30_000)
 
-    def __repr__(self) -> str:
-        return f"SearchEffort({differing(self)})"
+    __repr__ = shown
 
     def __post_init__(self) -> None:
         for field in fields(self):

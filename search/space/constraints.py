@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from stratagem.searcher.processes.search_effort import differing
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.skeletons import (
@@ -21,6 +20,7 @@ from stratagem.searcher.space.skeletons import (
 )
 from stratagem.searcher.space.strategies import warn_of_whole
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.saved_values import differing, in_words, shown
 from stratagem.simulator.graph.checkpoint_segments import check_policy
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Pin, Shard
@@ -190,7 +190,7 @@ class Constraints:
 
     def describe(self) -> str:
         """Those that are set: ``pipeline=7, zero_stages=(0,)``."""
-        return differing(self) or "(none)"
+        return in_words(differing(self)) or "(none)"
 
     def bind(self, graph: OperatorGraph) -> BoundConstraints:
         """The constraints with the names of a model looked up.
@@ -298,8 +298,7 @@ class Space(TriedOptions, Constraints):
             place=self.place or (start is not None and start.has_pins),
         )
 
-    def __repr__(self) -> str:
-        return f"Space({differing(self)})"
+    __repr__ = shown
 
 
 class BoundConstraints:

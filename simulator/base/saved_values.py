@@ -1,10 +1,13 @@
-"""Values with files of their own: JSON that says what it is and in which version."""
+"""Values with files of their own: JSON that says what it is and in which version.
+
+And how values of many fields are shown in a line: by those that are not as usual.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -13,6 +16,27 @@ import msgspec
 from stratagem.simulator.base.files import read_text, reading, understood, write_text
 
 T = TypeVar("T")
+
+
+def differing(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not as they are when left out, by name."""
+    found: dict[str, Any] = {}
+    for each in fields(record):
+        made = each.default_factory
+        usual = each.default if made is MISSING else made()
+        if (value := getattr(record, each.name)) != usual:
+            found[each.name] = value
+    return found
+
+
+def in_words(given: Mapping[str, Any]) -> str:
+    """Arguments as they are written: ``descents=0, again=2``."""
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def shown(record: Any) -> str:
+    """The call that makes a dataclass, without what is as usual; for its `__repr__`."""
+    return f"{type(record).__name__}({in_words(differing(record))})"
 
 
 class SavedValue(ABC):

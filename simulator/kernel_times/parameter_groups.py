@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from stratagem.simulator.base.saved_values import differing, shown
 from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
 from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
 
@@ -100,14 +100,7 @@ class ParameterGroup:
                 "as of parameters that no optimizer has; make the rate 0"
             )
 
-    def __repr__(self) -> str:
-        own = (f"{name}={getattr(self, name)!r}" for name in self._given())
-        return f"ParameterGroup({', '.join(own)})"
-
-    def _given(self) -> Iterator[str]:
-        for each in fields(self):
-            if each.name == "names" or getattr(self, each.name) != each.default:
-                yield each.name
+    __repr__ = shown
 
     @property
     def options(self) -> dict[str, Any]:
@@ -117,7 +110,7 @@ class ParameterGroup:
             >>> ParameterGroup(("*",), rate=0.5, momentum=0.8).options
             {'momentum': 0.8}
         """
-        return {name: getattr(self, name) for name in self._given() if name in HAVING}
+        return {name: value for name, value in differing(self).items() if name in HAVING}
 
     def check_options(self, optimizer: str) -> None:
         """Refuse options that an optimizer does not have.

@@ -35,8 +35,8 @@ from stratagem.simulator.hardware.device_mesh import MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.search.search_words import in_records
 from tests.support.examples import examples
-from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 

@@ -26,8 +26,8 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.stage_boundaries import transfer_seconds
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
+from tests.search.search_words import in_records
 from tests.support.examples import examples
-from tests.support.search_words import in_records
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""

@@ -22,8 +22,8 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.processes import interrupts as hearing
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import SearchClock
+from tests.search.search_words import in_records
 from tests.support.plans import few
-from tests.support.search_words import in_records
 
 GRAPH = sg.models.gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 PAIR = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)

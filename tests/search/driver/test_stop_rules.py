@@ -26,7 +26,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import TELLS_APART
 from tests.search.bounds.test_bound import tiny_cluster
-from tests.support.search_words import in_records
+from tests.search.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256] * 5, batch=64)

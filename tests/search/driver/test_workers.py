@@ -26,7 +26,7 @@ from stratagem.searcher.space.constraints import Space
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
-from tests.support.search_words import in_records
+from tests.search.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 

@@ -34,9 +34,9 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.search.search_words import in_records
 from tests.support import cell_plans as cells
 from tests.support.examples import examples
-from tests.support.search_words import in_records
 
 
 class Tower(torch.nn.Module):

@@ -31,7 +31,7 @@ from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.simulation.simulation import simulate_plan
-from tests.support.search_words import in_records
+from tests.search.search_words import in_records
 
 HALF = Training("float16")
 SLICED, MIRRORED = "terapipe", "chimera"

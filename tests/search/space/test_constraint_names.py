@@ -23,8 +23,8 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
+from tests.search.search_words import in_records
 from tests.support.plans import few
-from tests.support.search_words import in_records
 
 GRAPH = llama(num_layers=1, hidden=64, num_heads=4, ffn=96, vocabulary=64, sequence=32, batch=8)
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=2, devices_per_node=2)

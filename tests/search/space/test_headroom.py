@@ -21,7 +21,7 @@ from stratagem.simulator.hardware.headroom import (
     Headroom,
     measured_headroom,
 )
-from tests.support.search_words import in_records
+from tests.search.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256, 256, 256], batch=64)

@@ -40,8 +40,8 @@ from stratagem.simulator.schedules.named_schedules import (
 )
 from stratagem.simulator.schedules.schedule_record import ScheduleRecord, Sizes
 from stratagem.simulator.simulation.plan_in_words import describe
+from tests.search.search_words import in_records
 from tests.support.plans import few
-from tests.support.search_words import in_records
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")

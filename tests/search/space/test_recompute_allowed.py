@@ -17,7 +17,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import simulate_plan
-from tests.support.search_words import in_records
+from tests.search.search_words import in_records
 
 GRAPH = gpt(num_layers=2, hidden=64, num_heads=4, vocabulary=64, sequence=32, batch=8)
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
