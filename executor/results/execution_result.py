@@ -14,7 +14,7 @@ from torch import Tensor
 from stratagem.executor.results.verdict import Verdict
 from stratagem.simulator.base.files import reading
 from stratagem.simulator.base.hostile_texts import printable
-from stratagem.simulator.base.json_numbers import marked, unmarked
+from stratagem.simulator.base.numbers_in_json import marked, unmarked
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes, format_duration

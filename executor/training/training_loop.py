@@ -48,6 +48,7 @@ from stratagem.executor.training.learning_rates import (
     settings_by_step,
 )
 from stratagem.executor.watching.rank_place import Place
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.units import format_duration
 
 TIMED_STEPS = 100
@@ -137,6 +138,7 @@ class RunSettings:
         return last or number < first or number % (self.timed_every or TIMED_EVERY) == 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.timed_every is not None and self.timed_every < 1:
             raise ValueError(f"timed_every={self.timed_every}; at least one step of 1 is timed")
         if self.steps < 1 or self.warmup < 0 or self.every < 0:

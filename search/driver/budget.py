@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.processes.search_effort import SearchEffort
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.saved_values import shown
 from stratagem.simulator.simulation.simulation import TELLS_APART
 
@@ -85,6 +86,7 @@ class Budget:
     effort: SearchEffort = field(default=SearchEffort(), kw_only=True)
 
     def __post_init__(self) -> None:
+        check_fields(self, "budget")
         if (self.evaluations or 0) < 0 or (self.seconds is not None and self.seconds <= 0):
             raise ValueError(
                 f"budget of {self.evaluations if self.evaluations is not None else EVALUATIONS} "

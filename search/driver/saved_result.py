@@ -15,7 +15,7 @@ from stratagem.searcher.improvement.outcomes import Fate, SkeletonRecord
 from stratagem.searcher.robustness.erring_prices import PriceGroup
 from stratagem.searcher.robustness.robust_choice import Robustness
 from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.simulator.base.packed_numbers import packed, unpacked
+from stratagem.simulator.base.numbers_in_json import packed, unpacked
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.plan.plan import Plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.saved_values import shown
 
 AT_LEAST_ONE = ("together", "nearly", "nearly_divisor", "refined_pipelines", "walk_evaluations")
@@ -36,6 +37,7 @@ class Scaled:
     least: int = 4
 
     def __post_init__(self) -> None:
+        check_fields(self, "effort")
         for field in fields(self):
             _check(field.name, getattr(self, field.name))
 
@@ -153,12 +155,15 @@ class SearchEffort:
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if field.type == Scaled.__name__:
-                if not isinstance(value, Scaled):
-                    raise ValueError(
-                        f"effort: {name} is {value!r}; give Scaled(most, operators): how often "
-                        "for a small model, and how many operators all times may come to"
-                    )
+            if field.type == Scaled.__name__ and not isinstance(value, Scaled):
+                raise ValueError(
+                    f"effort: {name} is {value!r}; give Scaled(most, operators): how often "
+                    "for a small model, and how many operators all times may come to"
+                )
+        check_fields(self, "effort")
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(value, Scaled):
                 continue
             _check(name, value)
             if name.endswith("share") and value > 1:

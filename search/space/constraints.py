@@ -19,6 +19,7 @@ from stratagem.searcher.space.skeletons import (
     skeleton_of,
 )
 from stratagem.searcher.space.strategies import warn_of_whole
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.saved_values import differing, in_words, shown
 from stratagem.simulator.graph.checkpoint_segments import check_policy
@@ -133,6 +134,17 @@ class Constraints:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
+            if isinstance(alone := getattr(self, name), int | str):
+                object.__setattr__(self, name, (alone,))
+        check_fields(self, type(self).__name__.lower())
+        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
+            if getattr(self, name) == ():
+                raise ValueError(f"constraints: {name} allows nothing; name at least one")
+        if min(self.microbatches or (1,)) < 1:
+            raise ValueError(
+                f"constraints: microbatches are {self.microbatches}; each must be 1 or more"
+            )
         for name in ("pipeline", "max_pipeline", "tensor", "max_tensor"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -165,12 +177,6 @@ class Constraints:
                 f"constraints: {len(twice)} rules are called {twice[0]!r}; give each a "
                 "name of its own"
             )
-        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
-            if (given := getattr(self, name)) is not None:
-                listed = (given,) if isinstance(given, int | str) else tuple(given)
-                if not listed:
-                    raise ValueError(f"constraints: {name} allows nothing; name at least one")
-                object.__setattr__(self, name, listed)
         if unknown_stages := set(self.zero_stages or ()) - set(ZERO_STAGES):
             raise ValueError(
                 f"constraints: zero_stages are {self.zero_stages}, of which there is no "

@@ -17,6 +17,7 @@ from stratagem.searcher.space.strategies import (
     warn_of_whole,
     with_recompute,
 )
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.checkpoint_segments import check_policy
@@ -102,6 +103,7 @@ class TrainingSetup:
     partition: str = "layers"
 
     def __post_init__(self) -> None:
+        check_fields(self, "training setup")
         for name in ("microbatch", "virtual_stages", *(degree.name for degree in DEGREES)):
             if getattr(self, name) < 1:
                 raise ValueError(f"training setup: {name} is {getattr(self, name)}; at least 1")

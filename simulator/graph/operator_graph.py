@@ -20,8 +20,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from stratagem.simulator.base.files import encode, reading
-from stratagem.simulator.base.json_numbers import marked, unmarked
 from stratagem.simulator.base.misspelt_names import unknown
+from stratagem.simulator.base.numbers_in_json import marked, unmarked
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.operators.chain_shares import Share
 from stratagem.simulator.operators.gradient_paths import backward_runs, owners_of

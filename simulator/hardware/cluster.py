@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
+from stratagem.simulator.base.field_types import check_fields, check_type
 from stratagem.simulator.base.files import decode, encode, plain_number
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
@@ -52,6 +53,7 @@ class GroupFigures:
     relative_error: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, "by_group_size")
         if self.size < 2:
             raise ValueError(f"by_group_size: size is {self.size}; a group has at least 2 members")
         where = f"by_group_size of {self.size}"
@@ -97,6 +99,7 @@ class Link:
 
     def __post_init__(self) -> None:
         where = f"link {self.name!r}"
+        check_fields(self, where)
         _positive(where, num_cards=self.num_cards)
         if not self.relative_error >= 0:
             raise ValueError(
@@ -241,6 +244,7 @@ class Calibration:
     relative_error: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "calibration")
         _positive("calibration", product_scale=self.product_scale, memory_scale=self.memory_scale)
         for name in ("launch_us", "reserved_gib", "stall_us"):
             if getattr(self, name) < 0:
@@ -329,6 +333,7 @@ class Cluster(SavedValue):
     node_price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, f"cluster {self.name!r}")
         if not 0 <= self.node_price_per_hour < math.inf:
             raise ValueError(
                 f"cluster {self.name!r}: node_price_per_hour is {self.node_price_per_hour}; it "
@@ -405,6 +410,7 @@ class Cluster(SavedValue):
             ValueError: on an unknown name, or a size below 1.
         """
         known = preset_names()
+        check_type(name, str, "cluster preset")
         if name not in known:
             raise unknown("cluster preset", name, known)
         return _bundled(name).resized(num_nodes=num_nodes, devices_per_node=devices_per_node)
@@ -487,6 +493,8 @@ class Cluster(SavedValue):
 
 
 def _check_size(name: str, nodes: int, per_node: int) -> None:
+    check_type(nodes, int, "num_nodes", f"cluster {name!r}")
+    check_type(per_node, int, "devices_per_node", f"cluster {name!r}")
     if nodes < 1 or per_node < 1:
         raise ValueError(
             f"cluster {name!r}: num_nodes={nodes}, devices_per_node={per_node}; "

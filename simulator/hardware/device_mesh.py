@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.hardware.cluster import Cluster, Link
 from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.device_type import GIB, DeviceType
@@ -17,10 +18,17 @@ from stratagem.simulator.hardware.device_type import GIB, DeviceType
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh."""
+    """One axis of a mesh.
+
+    Raises:
+        ValueError: on a size that is no whole number; one below 1 is the mesh's to refuse.
+    """
 
     name: str
     size: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, "axis of a mesh")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from importlib import resources
 import numpy as np
 import numpy.typing as npt
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.files import decode
 from stratagem.simulator.base.misspelt_names import unknown
 
@@ -180,6 +181,11 @@ class DeviceType:
     torch_names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self, f"device {self.name!r}")
+        if self.launch_us < 0:
+            raise ValueError(
+                f"device {self.name!r}: launch_us is {self.launch_us}; it must be 0 or more"
+            )
         _positive(
             f"device {self.name!r}",
             memory_gib=self.memory_gib,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_type import GIB
@@ -54,6 +55,7 @@ class Headroom:
     fixed_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "headroom")
         if not 0 <= self.share < 1:
             raise ValueError(
                 f"headroom is {self.share}; it is a share of the memory, from 0 to below 1"

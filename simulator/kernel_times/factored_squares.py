@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stratagem.simulator.base.field_types import check_fields
+
 
 @dataclass(frozen=True)
 class FactoredSquares:
@@ -31,6 +33,7 @@ class FactoredSquares:
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self, "Adafactor")
         if self.decay > 0 or self.scale < 0 or self.threshold <= 0 or (self.epsilon or 0) < 0:
             raise ValueError(
                 f"Adafactor: decay is {self.decay}, epsilon {self.epsilon}, scale {self.scale} "

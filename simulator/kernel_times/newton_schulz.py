@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from stratagem.simulator.base.field_types import check_fields
+
 ADJUSTMENTS = ("original", "match_rms_adamw")
 """How a step may be scaled by the shape of its matrix."""
 
@@ -37,6 +39,7 @@ class NewtonSchulz:
     adjustment: str = "original"
 
     def __post_init__(self) -> None:
+        check_fields(self, "Newton–Schulz")
         if self.adjustment not in ADJUSTMENTS or self.steps < 1:
             raise ValueError(
                 f"Newton–Schulz: adjustment is {self.adjustment!r} and steps are {self.steps}; "

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import inf
 from typing import Any
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.saved_values import differing, shown
 from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
 from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
@@ -82,17 +84,20 @@ class ParameterGroup:
     scheduled: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self, "group of parameters")
         if not self.names:
             raise ValueError("a group of parameters has no names; give at least one pattern")
-        if self.rate < 0 or (self.weight_decay or 0) < 0:
+        if not (0 <= self.rate < inf and 0 <= (self.weight_decay or 0) < inf):
             raise ValueError(
                 f"group {self.names[0]!r}: rate is {self.rate} and weight_decay "
-                f"{self.weight_decay}; both must be 0 or more"
+                f"{self.weight_decay}; both must be 0 or more, and finite"
             )
-        if self.learning_rate is not None and (self.rate != 1.0 or self.learning_rate < 0):
+        if self.learning_rate is not None and (
+            self.rate != 1.0 or not 0 <= self.learning_rate < inf
+        ):
             raise ValueError(
                 f"group {self.names[0]!r}: learning_rate is {self.learning_rate} and rate "
-                f"{self.rate}; give one of them, of 0 or more"
+                f"{self.rate}; give one of them, of 0 or more and finite"
             )
         if not self.scheduled and (self.rate or self.learning_rate):
             raise ValueError(
@@ -112,11 +117,15 @@ class ParameterGroup:
         """
         return {name: value for name, value in differing(self).items() if name in HAVING}
 
-    def check_options(self, optimizer: str) -> None:
-        """Refuse options that an optimizer does not have.
+    def check_options(self, optimizer: str, momentum: float) -> None:
+        """Refuse options that an optimizer does not have, or that do nothing without momentum.
+
+        Args:
+            optimizer: of the group.
+            momentum: that it has where it says none of its own.
 
         Raises:
-            ValueError: names the group, the option and an optimizer that has it.
+            ValueError: names the group, the option and what would have it.
         """
         for name, value in self.options.items():
             if optimizer not in HAVING[name]:
@@ -124,6 +133,12 @@ class ParameterGroup:
                     f"group {self.names[0]!r} has {name}={value!r}, but optimizer {optimizer!r} "
                     f"has none; leave it out, or take optimizer={usual_having(name)!r}"
                 )
+        own = momentum if self.momentum is None else self.momentum
+        if (self.nesterov or self.dampening) and not own:
+            raise ValueError(
+                f"group {self.names[0]!r} has nesterov={self.nesterov} and dampening="
+                f"{self.dampening}, but its momentum is 0; give a momentum above 0"
+            )
 
     def holds(self, name: str) -> bool:
         """Whether a parameter is of the group."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stratagem.simulator.base.field_types import check_fields
+
 SCALES = {"mean": "mean_scale", "square": "square_scale"}
 """What is kept of the blocks of each mean."""
 
@@ -31,6 +33,7 @@ class Blocks:
     least: int = 4096
 
     def __post_init__(self) -> None:
+        check_fields(self, "blocks")
         if self.size < 1 or self.least < 1:
             raise ValueError(
                 f"blocks have size {self.size} and parameters {self.least} elements at least; "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.precision import (
     DTYPE_BYTES,
@@ -39,7 +40,7 @@ OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {
 }
 """What an optimizer keeps of each parameter, unless it is told to keep more."""
 
-_AT_LEAST_0 = ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum")
+_AT_LEAST_0 = ("weight_decay", "clip_norm", "clip_value", "epsilon", "momentum", "learning_rate")
 
 WHOLE_STATES = ("row", "column", "mean_scale", "square_scale")
 """What is kept of whole parameters by every rank that has a part; all else lies as that does."""
@@ -214,6 +215,7 @@ class Training:
         return ""
 
     def __post_init__(self) -> None:
+        check_fields(self, "training")
         precision_named(self.precision)
         for what, value, known in (
             ("gradient_precision", self.gradient_precision or STORED[0], STORED),
@@ -228,13 +230,14 @@ class Training:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; each must be at least 0 and below 1")
         for name in _AT_LEAST_0:
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} is {value}; it must be 0 or more, and finite")
         self._check_norm_type()
-        if self.expert_loads and (min(self.expert_loads) < 0 or not sum(self.expert_loads) > 0):
+        loads = self.expert_loads
+        if loads and not (min(loads) >= 0 and 0 < sum(loads) < math.inf):
             raise ValueError(
-                f"expert_loads are {self.expert_loads}; each must be 0 or more, and their sum "
-                "above 0"
+                f"expert_loads are {loads}; each must be 0 or more, and their sum above 0 and "
+                "finite"
             )
         self._check_options()
 
@@ -251,8 +254,7 @@ class Training:
             )
         if order != 2 and not self.clip_norm:
             raise ValueError(
-                f"clip_norm_type is {self.clip_norm_type!r}, but clip_norm is 0; give a clip_norm "
-                "above 0"
+                f"clip_norm_type is {self.clip_norm_type!r}, but clip_norm is 0; give a clip_norm"
             )
         object.__setattr__(self, "clip_norm_type", "inf" if math.isinf(order) else order)
 
@@ -281,8 +283,14 @@ class Training:
             raise ValueError(
                 f"average_decay is {self.average_decay}; it must be at least 0 and below 1"
             )
+        if self.average_decay != usual["average_decay"] and self.average != AVERAGES[2]:
+            raise ValueError(
+                f"average_decay is {self.average_decay}, but average is {self.average!r}; leave "
+                f"it out, or take average={AVERAGES[2]!r}"
+            )
+        momentum = self.momentum or any(group.momentum for group in self.groups)
         for name in ("nesterov", "dampening"):
-            if getattr(self, name) and not self.momentum and not _momentum_in(self.groups):
+            if getattr(self, name) and not momentum:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, but momentum is 0; give a momentum above 0"
                 )
@@ -301,14 +309,7 @@ class Training:
         """Refuse options of a group that its optimizer does not have."""
         if group.optimizer and group.optimizer not in OPTIMIZER_STATES:
             raise unknown("optimizer", group.optimizer, tuple(OPTIMIZER_STATES))
-        group.check_options(group.optimizer or self.optimizer)
-        if (group.nesterov or group.dampening) and not (
-            self.momentum if group.momentum is None else group.momentum
-        ):
-            raise ValueError(
-                f"group {group.names[0]!r} has nesterov={group.nesterov} and dampening="
-                f"{group.dampening}, but its momentum is 0; give a momentum above 0"
-            )
+        group.check_options(group.optimizer or self.optimizer, self.momentum)
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -592,7 +593,3 @@ class Training:
 def _usual() -> dict[str, Any]:
     """What each option is unless told."""
     return {each.name: each.default for each in fields(Training)}
-
-
-def _momentum_in(groups: Sequence[ParameterGroup]) -> bool:
-    return any(group.momentum for group in groups)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.graph.image_splits import split_images
@@ -101,6 +102,7 @@ class Plan(SavedValue):
     substitutions: tuple[Substituted, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, f"plan {self.name!r}")
         if self.bucket_bytes < 0:
             raise ValueError(
                 f"plan {self.name!r}: bucket_bytes is {self.bucket_bytes}; it must be 0 or more"

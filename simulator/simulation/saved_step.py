@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from stratagem.simulator.base.packed_numbers import packed, unpacked
+from stratagem.simulator.base.numbers_in_json import packed, unpacked
 from stratagem.simulator.engine.critical_path import Wait
 from stratagem.simulator.simulation.device_memory import Alive, DeviceMemory, MemoryTimeline
 from stratagem.simulator.simulation.simulated_step import SimulatedStep

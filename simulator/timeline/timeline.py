@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.files import encode, reading
-from stratagem.simulator.base.packed_numbers import packed, unpacked
+from stratagem.simulator.base.numbers_in_json import packed, unpacked
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_duration

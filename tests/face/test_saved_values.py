@@ -23,9 +23,9 @@ from stratagem.face.notebook import DRAWN
 from stratagem.profiler import Measurement, TimingKey
 from stratagem.profiler.cache.timing_keys import TimingEntry, update_key
 from stratagem.searcher.space.training_setup import TrainingSetup
-from stratagem.simulator.base import packed_numbers
+from stratagem.simulator.base import numbers_in_json
 from stratagem.simulator.base.files import encode
-from stratagem.simulator.base.packed_numbers import packed, unpacked
+from stratagem.simulator.base.numbers_in_json import packed, unpacked
 from stratagem.simulator.base.saved_values import SavedValue
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.drawing.pictures import picture_of
@@ -414,13 +414,13 @@ def test_any_timeline_is_kept_to_the_nanosecond(rows: list[Row]) -> None:
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=50))
-def test_packed_numbers_are_kept(numbers: list[int]) -> None:
+def test_numbers_in_json_are_kept(numbers: list[int]) -> None:
     assert unpacked(packed(np.array(numbers, np.int64))).tolist() == numbers
 
 
-def test_packed_numbers_may_not_unpack_to_very_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_json_may_not_unpack_to_very_much(monkeypatch: pytest.MonkeyPatch) -> None:
     text = packed(np.zeros(1000, np.int64))
-    monkeypatch.setattr(packed_numbers, "MOST_PACKED", 100)
+    monkeypatch.setattr(numbers_in_json, "MOST_PACKED", 100)
     with pytest.raises(ValueError, match="unpack to more than"):
         unpacked(text)
     with pytest.raises(ValueError, match="1,000 numbers in one column"):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.torch_ops.blocks.module_rules import Rules, exchanged
 from stratagem.simulator.torch_ops.capture.exporting import export
@@ -65,6 +66,7 @@ def capture(
             returns no scalar (with `forward`: no tensor). Names the aten operator, the module, the
             line and the shapes.
     """
+    check_type(model, nn.Module, "model", "capture")
     if forward and (loss is not None or targets is not None):
         raise ValueError(
             "capture: forward=True is the forward pass alone, which takes no loss= and no "

@@ -25,6 +25,7 @@ from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.robustness.robust_choice import DRAWS
 from stratagem.searcher.space.constraints import Space
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -416,6 +417,8 @@ def execute(
         RuntimeError: when CUDA, CuPy, NCCL or a GPU is missing for ``nccl``; when a rank fails,
             says which and where it was.
     """
+    from torch import nn
+
     from stratagem.executor.running.execute import run_plan
     from stratagem.executor.running.planned_graph import planned_graph
     from stratagem.executor.state.parameter_parts import model_state
@@ -424,7 +427,13 @@ def execute(
     from stratagem.executor.training.training_loop import RunOptions
     from stratagem.runs.process_ranks import run_processes
 
-    known = get_args(Backend)
+    known, where = get_args(Backend), "execute"
+    check_type(plan, Plan, "plan", where)
+    check_type(model, nn.Module, "model", where)
+    check_type(graph, OperatorGraph | None, "graph", where)
+    check_type(checkpoint, str | Path | None, "checkpoint", where)
+    check_type(resume, str | Path | None, "resume", where)
+    check_type(backend, str, "backend", where)
     if backend not in known:
         raise unknown("backend", backend, known)
     run = run_plan if backend == "local" else partial(run_processes, backend=backend)

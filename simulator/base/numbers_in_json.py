@@ -1,13 +1,17 @@
-"""Many whole numbers as a short text in a JSON file."""
+"""Numbers as JSON files have them: infinities, which JSON has no name for, and many at once."""
 
 from __future__ import annotations
 
 import base64
+import math
 import zlib
+from typing import Any
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+
+_NUMBER = "number"
 
 MOST_PACKED = 2**28
 """Bytes of numbers that one text may hold."""
@@ -50,3 +54,26 @@ def unpacked(text: str) -> Ints:
     steps = np.frombuffer(content, "<i8").astype(np.int64)
     numbers: Ints = np.cumsum(steps)
     return numbers
+
+
+def marked(value: Any) -> Any:
+    """A value for JSON, in which ``-inf`` becomes ``{"number": "-inf"}``.
+
+    Example:
+        >>> marked([1.0, float("inf")])
+        [1.0, {'number': 'inf'}]
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NUMBER: str(value)}
+    if isinstance(value, dict):
+        return {key: marked(each) for key, each in value.items()}
+    return [marked(each) for each in value] if isinstance(value, list) else value
+
+
+def unmarked(value: Any) -> Any:
+    """The value that `marked` was given."""
+    if isinstance(value, dict) and set(value) == {_NUMBER}:
+        return float(value[_NUMBER])
+    if isinstance(value, dict):
+        return {key: unmarked(each) for key, each in value.items()}
+    return [unmarked(each) for each in value] if isinstance(value, list) else value
