@@ -32,7 +32,7 @@ def made_by(spec: str, seed: int) -> object:
     """What the function that ``module:function`` names returns, torch seeded before.
 
     Raises:
-        ValueError: when there is no such function.
+        ValueError: when there is no such function, or no function is named.
     """
     make = _function(spec, "model")
     torch.manual_seed(seed)
@@ -92,9 +92,30 @@ def make_rate(spec: str, warmup: int, steps: int) -> Rate:
     return _function(spec, "--rate")
 
 
+def check_function(spec: str, option: str) -> None:
+    """Refuse what cannot be the name of a function, such as the file of a graph.
+
+    Example:
+        >>> check_function("model.json", "model")
+        Traceback (most recent call last):
+        ValueError: model 'model.json' is not module:function; name the function that makes it, \
+such as examples.small_gpt:build
+
+    Raises:
+        ValueError: names what it is for, and shows how one is written.
+    """
+    name, _, function = spec.rpartition(":")
+    if not (name and function):
+        raise ValueError(
+            f"{option} {spec!r} is not module:function; name the function that makes it, such as "
+            "examples.small_gpt:build"
+        )
+
+
 def _function(spec: str, option: str) -> Callable[..., Any]:
     name, _, function = spec.rpartition(":")
     name = name.removeprefix("forward:")  # Which pass is meant, a plan knows.
+    check_function(spec, option)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # Last: no file there stands for a package by its name.
     try:

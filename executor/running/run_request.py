@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self, get_args, get_type_hints
 
-from stratagem.executor.running.named_functions import make_rate
+from stratagem.executor.running.named_functions import check_function, make_rate
 from stratagem.executor.training.training_loop import RunOptions, RunSettings
 from stratagem.executor.watching.judges import Limits
 from stratagem.simulator.base.files import atomic_path
@@ -40,7 +40,7 @@ class RunRequest(RunSettings):
         status: file to keep progress in, instead of showing it.
 
     Raises:
-        ValueError: see `RunSettings`.
+        ValueError: see `RunSettings`; a model or data that is no function's name.
     """
 
     plan: Path
@@ -54,6 +54,12 @@ class RunRequest(RunSettings):
     out: Path | None = None
     outputs: Path | None = None
     status: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_function(self.model, "model")
+        if self.data is not None:
+            check_function(self.data, "--data")
 
     @property
     def options(self) -> RunOptions:

@@ -153,6 +153,8 @@ class RunSettings:
             )
         if self.keep < 1:
             raise ValueError(f"keep={self.keep}; at least 1 checkpoint must stay")
+        if self.checkpoint is not None and self.checkpoint.is_file():
+            raise ValueError(f"checkpoint={self.checkpoint} is a file; name a folder to make")
         for name, value, default in (("every", self.every, 0), ("keep", self.keep, KEEP)):
             if value != default and self.checkpoint is None:
                 raise ValueError(

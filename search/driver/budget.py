@@ -102,6 +102,8 @@ class Budget:
             raise ValueError(f"budget: skeletons is {self.skeletons}: search at least 1 skeleton")
         if self.bounded is not None and self.bounded < 0:
             raise ValueError(f"budget: bounded is {self.bounded}: bound 0 skeletons or more")
+        if self.seed < 0:
+            raise ValueError(f"budget: seed is {self.seed}; it must be 0 or more")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"budget: threads is {self.threads}; take 1 or more")
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -48,9 +48,11 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
                 shutil.copyfileobj(content, out)
         return
     target = Path(os.path.realpath(path))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    before = _status(path)
-    temporary = _create_beside(target, 0o666 if before is None else before.st_mode & 0o777)
+    try:
+        before = _make_room(target)
+        temporary = _create_beside(target, 0o666 if before is None else before.st_mode & 0o777)
+    except OSError as error:  # It would name the temporary file, which nobody knows.
+        raise type(error)(error.errno, error.strerror, str(path)) from error
     try:
         yield temporary
         if before is not None:
@@ -60,6 +62,17 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         sync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _make_room(target: Path) -> os.stat_result | None:
+    """Make the folders above a file; what is there of it already, None where nothing is."""
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder, not a file to write", str(target))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, "a folder above it is a file") from error
+    return _status(target)
 
 
 def sync(path: Path) -> None:
@@ -144,6 +157,39 @@ def check_place(path: str | Path) -> None:
     folder = next(each for each in target.parents if each.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written: {folder} is no folder that can be written to")
+
+
+def check_outputs(*written: Path | None, read: Iterable[str | Path | None] = ()) -> None:
+    """Refuse, before any work, files to write of which one could not be, or would replace another.
+
+    Example:
+        >>> check_outputs(Path("out/plan.json"), None, read=["model.json"])
+        >>> check_outputs(Path("step.png"), Path("./step.png"))
+        Traceback (most recent call last):
+        ValueError: step.png is to be written twice; name a file for each output
+
+    Args:
+        written: files to write; None is none.
+        read: files, or other names, that what is written is made from.
+
+    Raises:
+        ValueError: as `check_place`; two of them are one file, or one is read.
+    """
+    sources = {os.path.realpath(each) for each in read if each is not None}
+    known: set[str] = set()
+    for path in filter(None, written):
+        check_place(path)
+        place = os.path.realpath(path)
+        if _is_written_to(path):
+            continue
+        if place in known:
+            raise ValueError(f"{path} is to be written twice; name a file for each output")
+        if place in sources:
+            raise ValueError(
+                f"{path} is read, and what is made from it would replace it; name another file to "
+                "write"
+            )
+        known.add(place)
 
 
 def write_text(path: str | Path, text: str) -> None:

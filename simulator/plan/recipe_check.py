@@ -16,10 +16,15 @@ def check_recipe(training: Training, graph: OperatorGraph) -> None:
 
     Raises:
         ValueError: names a parameter of Muon that is no matrix, or a mixture of as many experts as
-            there are no loads of.
+            there are no loads of; or there is no mixture at all.
     """
-    for operator in graph.operators:
-        with_loads(operator, training.expert_loads)
+    loads = training.expert_loads
+    loaded = [with_loads(operator, loads) for operator in graph.operators]
+    if loads and all(a is b for a, b in zip(loaded, graph.operators, strict=True)):
+        raise ValueError(
+            f"there are {len(loads)} expert_loads, but {graph.name!r} has no mixture of experts; "
+            "leave them out"
+        )
     if "muon" not in training.optimizers:
         return
     for each in graph.parameters:

@@ -341,6 +341,36 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(
     assert not (place / "plan.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("search", "graph.json", *SMALL, "-o", "x", "--report", "./x"), "x is to be written"),
+        (("search", "graph.json", *SMALL, "-o", "graph.json"), "graph.json is read, and what is"),
+        (("simulate", "plan.json", "graph.json", "--trace", "plan.json"), "plan.json is read"),
+        (("simulate", "plan.json", "graph.json", "--plot", "a", "--memory", "a"), "written twice"),
+        (("diff", "plan.json", "plan.json", "graph.json", "--tables", "plan.json"), "is read"),
+        (("export", "plan.json", "-m", "graph.json", "--to", "fsdp2", "-o", "plan.json"), "is r"),
+        (("profile", "graph.json", "-o", "."), ". is a folder; name a file in it"),
+        (("capture", "graph.json", "-o", ""), ". is a folder; name a file in it"),
+        (("clusters", "dgx-a100", "-o", "graph.json/c"), "graph.json is no folder that can be"),
+        (("run", "plan.json", "small_model:build", "-o", "plan.json"), "plan.json is read"),
+        (("run", "plan.json", "graph.json"), "model 'graph.json' is not module:function"),
+        (("run", "plan.json", "small_model:build", "--data", "d.pt"), "--data 'd.pt' is not mod"),
+        (("run", "plan.json", "small_model:build", "--checkpoint", "graph.json"), "is a file; na"),
+    ],
+)
+def test_no_output_replaces_another_or_what_it_is_made_from(
+    place: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    """A report was written over the plan that it is of, a trace over the plan that was read."""
+    write_plan()
+    before = {path: path.read_bytes() for path in place.iterdir() if path.is_file()}
+    shown = call(*arguments)
+    assert shown.exit_code == 2
+    assert_one_line(shown, words)
+    assert before == {path: path.read_bytes() for path in place.iterdir() if path.is_file()}
+
+
 def assert_one_line(shown: Result, words: str) -> None:
     (line,) = [line for line in shown.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")

@@ -148,3 +148,15 @@ def test_a_folder_is_refused_before_a_wait(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="is a folder"):
         check_place(tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", ["folder", "file/inside"])
+def test_what_cannot_be_written_is_named_as_it_was_given(tmp_path: Path, name: str) -> None:
+    """It was a temporary name beside it, which nobody had heard of."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"folder") as refused:
+        write_text(tmp_path / name, "text")
+    assert str(tmp_path / name) in str(refused.value)
+    assert ".tmp" not in str(refused.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]

@@ -31,7 +31,7 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.semi_automatic.annotated_plans import complete_plan
 from stratagem.searcher.semi_automatic.annotation_files import read_annotations
 from stratagem.searcher.semi_automatic.regret import annotation_regret
-from stratagem.simulator.base.files import check_place
+from stratagem.simulator.base.files import check_outputs
 
 
 def annotate(
@@ -56,7 +56,7 @@ def annotate(
 
     Example: stratagem annotate examples.gpt2:build asked.yaml --cluster dgx-a100 --out plan.json
     """
-    check_place(out)
+    check_outputs(out, read=(model, asked, cluster))
     graph, asking = load_graph(model), read_annotations(asked)
     training = training_of(precision, optimizer, None)
     done = complete_plan(graph, load_cluster(cluster, nodes, devices), asking, training)

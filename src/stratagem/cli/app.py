@@ -42,6 +42,7 @@ from stratagem.cli.search import search
 from stratagem.cli.shared.named_models import load_graph
 from stratagem.cli.shared.options import WRONG_INPUT, AsJson, Model, print_json, speaker
 from stratagem.cli.simulate import compare, diff, schedules, simulate
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.base.hostile_texts import printable
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
@@ -129,6 +130,7 @@ def capture(
 
     Example: stratagem capture examples.gpt2:build --out graph.json
     """
+    check_outputs(out)
     graph = load_graph(model)
     graph.save(out)
     speaker(as_json).print(

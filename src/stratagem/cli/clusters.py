@@ -25,6 +25,7 @@ from stratagem.cli.shared.options import (
     speaker,
 )
 from stratagem.cli.shared.rich_tables import simple_table
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.hardware.cluster import NOT_CALIBRATED, Cluster, Link, preset_names
 
 
@@ -63,6 +64,7 @@ def clusters(
         if as_json:
             print_json({"clusters": [_facts(cluster) for cluster in presets]})
         return
+    check_outputs(out)
     cluster = load_cluster(name, nodes, devices)
     if fit:
         cluster = _fitted(say, cluster, cache)

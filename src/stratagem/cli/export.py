@@ -13,6 +13,7 @@ import typer
 from stratagem import exports
 from stratagem.cli.shared.named_models import load_graph
 from stratagem.cli.shared.options import AsJson, print_json, speaker
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.plan.plan import Plan
 
 
@@ -32,6 +33,7 @@ def export(
 
     Example: stratagem export plan.json -m examples.small_gpt:build --to megatron -o megatron.args
     """
+    check_outputs(out, read=(plan, model))
     made = exports.export(Plan.load(plan), load_graph(model), to)
     made.save(out)
     console = speaker(as_json)

@@ -26,6 +26,7 @@ from stratagem.cli.shared.options import (
     speaker,
 )
 from stratagem.cli.shared.simulations import simulated
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.drawing.forecast_plot import plot_forecast
 from stratagem.simulator.forecast.checkpoint_intervals import Checkpoints
@@ -70,6 +71,7 @@ def forecast(
     Example: stratagem forecast plan.json examples.gpt2:build --steps 500000
     --hazard node_mtbf_hours=6000 --hazard restart_seconds=600 --checkpoint seconds=30
     """
+    check_outputs(plot, out, read=(plan, model))
     simulation = simulated(Plan.load(plan), load_graph(model), measure)
     found = forecast_run(
         simulation,

@@ -28,6 +28,7 @@ from stratagem.cli.shared.options import (
 )
 from stratagem.cli.shared.rich_tables import result_table
 from stratagem.face.verbs import MAX_OPERATORS
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.hardware.cluster import Cluster, preset_names
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
@@ -84,6 +85,7 @@ def profile(
     from stratagem.calibration import profile_space
     from stratagem.calibration.measured_links import check_links, measured_links
 
+    check_outputs(out, cache, read=(model, plan, cluster))
     graph = load_graph(model)
     loaded = Plan.load(plan) if plan is not None else None
     wanted = profile_space.wanted_operators(

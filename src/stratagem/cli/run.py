@@ -15,6 +15,7 @@ import typer
 
 from stratagem.basics.progress import progress_bar
 from stratagem.cli.shared.options import AsJson, among, print_json, speaker
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.plan.plan import Plan
@@ -108,6 +109,7 @@ def run(
     chosen = next((known for known in PROCESS_BACKENDS if known == backend), None)
     if backend is not None and chosen is None:
         raise unknown("backend", backend, PROCESS_BACKENDS)
+    check_outputs(out, outputs, read=(plan,))
     request = RunRequest(
         plan=plan,
         model=model,

@@ -45,7 +45,7 @@ from stratagem.searcher.methods.simple_strategies import with_experts
 from stratagem.searcher.robustness.robust_choice import DRAWS, FOUND
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import formed_schedules, searched_schedules
-from stratagem.simulator.base.files import check_place
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.hardware.headroom import MEASURED
 from stratagem.simulator.plan.plan import Plan
 
@@ -159,9 +159,7 @@ def search(
     """
     if draws < 0:
         raise ValueError(f"--draws {draws}: draw errors of the prices 0 times or more")
-    for path in (out, plot, trace, report, checkpoint):
-        if path is not None:
-            check_place(path)
+    check_outputs(out, plot, trace, report, checkpoint, read=(model, cluster))
     begun = Plan.load(start) if start is not None else None
     training = training_of(precision, optimizer, begun, expert_loads)
     graph, place = load_graph(model), load_cluster(cluster, nodes, devices)

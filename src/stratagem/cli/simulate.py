@@ -38,6 +38,7 @@ from stratagem.cli.shared.simulations import (
     simulation_facts,
 )
 from stratagem.face import verbs
+from stratagem.simulator.base.files import check_outputs
 from stratagem.simulator.drawing.memory_plot import plot_memory
 from stratagem.simulator.drawing.timeline_plot import plot_timelines
 from stratagem.simulator.plan.plan import Plan
@@ -81,6 +82,7 @@ def simulate(
 
     Example: stratagem simulate plan.json examples.gpt2:build --plot step.png --operators
     """
+    check_outputs(plot, memory, trace, tables, read=(plan, model))
     graph = load_graph(model)
     loaded = Plan.load(plan)
     training = with_expert_loads(loaded.training, expert_loads)
@@ -147,6 +149,7 @@ def compare(
     from stratagem.executor.results.execution_result import ExecutionResult
     from stratagem.runs.predicted_and_measured import compare as lay_beside
 
+    check_outputs(plot, trace, tables, read=(plan, model, result))
     loaded, run, graph = Plan.load(plan), ExecutionResult.load(result), load_graph(model)
     comparison = lay_beside(simulated(loaded, graph, measure), run, plot)
     kept = _learn(run, graph, loaded) if learn else 0
@@ -218,6 +221,7 @@ def diff(
 
     Example: stratagem diff plan.json other.json examples.gpt2:build --plot both.png
     """
+    check_outputs(plot, trace, tables, read=(plan, other, model))
     plans, graph = [Plan.load(plan), Plan.load(other)], load_graph(model)
     timelines = [
         replace(simulated(loaded, graph, measure).timeline, label=path.stem)
@@ -249,6 +253,7 @@ def schedules(
 
     Example: stratagem schedules pipeline.json examples.gpt2:build
     """
+    check_outputs(tables, read=(plan, model))
     loaded, graph = Plan.load(plan), load_graph(model)
     graph = loaded.on(graph)
     costs = costs_for(graph, loaded.cluster, loaded.training, measure)

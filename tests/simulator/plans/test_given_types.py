@@ -68,6 +68,7 @@ def group(**options: Any) -> Callable[[], object]:
         (budget(seconds=nan), "seconds is nan"),
         (budget(bounded=nan), "bounded is nan"),
         (budget(seed="x"), "seed is 'x'"),
+        (budget(seed=-1), "budget: seed is -1; it must be 0 or more"),
         (budget(effort=3), "effort is 3; it must be a SearchEffort"),
         (training(precision=torch.float32), "training: precision is torch.float32"),
         (training(optimizer=3), "optimizer is 3"),

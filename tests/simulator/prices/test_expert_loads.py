@@ -169,3 +169,11 @@ def test_loads_of_other_experts_are_refused(
 def test_loads_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expert_loads are \(1\.0, -0\.1\)"):
         sg.Training(expert_loads=(1.0, -0.1))
+
+
+def test_loads_of_a_model_without_experts_are_refused() -> None:
+    graph = sg.models.mlp([8, 8], batch=4)
+    plan = one_stage(graph, {o.name: Choice((REPLICATE,)) for o in graph.operators}, (1,))
+    plan = replace(plan, training=replace(plan.training, expert_loads=(0.5, 0.5)))
+    with pytest.raises(ValueError, match="there are 2 expert_loads, but 'mlp' has no mixture"):
+        sg.simulate(plan, graph)
