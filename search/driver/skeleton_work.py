@@ -156,14 +156,14 @@ class Sharpener:
         s = self.situation
         s.clock.check()
 
-        def make(options: Options) -> Problem:
+        def make(options: Options, zero_stages: Sequence[int]) -> Problem:
             return make_problem(
                 s.graph,
                 known.skeleton,
                 s.cluster,
                 s.training,
                 s.costs,
-                self._zero_stages,
+                zero_stages,
                 s.memory,
                 options,
                 include=known.start,
@@ -171,7 +171,9 @@ class Sharpener:
             )
 
         problem, left_out = roomy_problem(
-            s, known.skeleton, options or self._options, make, self._effort.enumerated
+            *(s, known.skeleton, options or self._options, self._zero_stages),
+            make,
+            self._effort.enumerated,
         )
         widest = max(map(len, problem.choices))
         if len(problem.choices) * widest**2 > self._effort.kept_pairs:

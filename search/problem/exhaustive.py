@@ -17,7 +17,6 @@ from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import (
     ZERO_STAGES,
     Skeleton,
-    distinct_stages,
     operator_choices,
     skeletons,
 )
@@ -164,13 +163,14 @@ def count_plans(
     total = 0
     for skeleton in candidates:
         small = graph.microbatch(skeleton.num_microbatches)
-        zeros = distinct_stages(zero_stages, skeleton.num_microbatches)
         plans = 1
         for names, mesh in zip(skeleton.stages, skeleton.meshes, strict=True):
             for name in names:
                 key = skeleton.num_microbatches, name, mesh.shape
                 if key not in counts:
-                    choices = operator_choices(small, small.operator(name), mesh.shape, zeros)
+                    choices = operator_choices(
+                        small, small.operator(name), mesh.shape, zero_stages
+                    )
                     counts[key] = len(choices)
                 plans *= counts[key]
         total += plans

@@ -17,7 +17,7 @@ from stratagem.searcher.problem._score_kernels import (
 )
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.schedule_traits import why_not_searched
-from stratagem.searcher.space.skeletons import Options, Skeleton, distinct_stages, operator_choices
+from stratagem.searcher.space.skeletons import Options, Skeleton, operator_choices
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.engine.event_engine import allocate
 from stratagem.simulator.engine.task_graph import contention_table
@@ -268,7 +268,6 @@ def space_choices(
         include: choices by operator that shall be among them even if the space lacks them.
     """
     graph, include = whole.microbatch(skeleton.num_microbatches), include or {}
-    zero_stages = distinct_stages(zero_stages, skeleton.num_microbatches)
     stage_of = {name: s for s, names in enumerate(skeleton.stages) for name in names}
     recomputed = {p: recomputed_operators(graph, p) for p in dict.fromkeys(skeleton.policies)}
     lists: dict[object, tuple[Choice, ...]] = {}

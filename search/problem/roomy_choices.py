@@ -7,20 +7,21 @@ That is proved by the plan that no choices make: every tensor at the largest tha
 choices gives it.
 
 The lower bound of what is left (`cutting_planes`) holds for all: a plan that gathers again has
-every task of the one that does not, and more, and memory binds neither.
+every task of the one that does not, and more, and memory binds neither. So it is with ZeRO stage 1
+where 2 takes as long (see `distinct_stages`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.searcher.space.situation import Situation
-from stratagem.searcher.space.skeletons import Options, Skeleton
+from stratagem.searcher.space.skeletons import Options, Skeleton, distinct_stages
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.operators.operator import shape_of
 from stratagem.simulator.sharding.choice import OPTIONS
@@ -31,7 +32,8 @@ def roomy_problem(
     situation: Situation,
     skeleton: Skeleton,
     options: Options,
-    make: Callable[[Options], Problem],
+    zero_stages: Sequence[int],
+    make: Callable[[Options, Sequence[int]], Problem],
     least: float,
 ) -> tuple[Problem, str]:
     """The problem of a skeleton, and what was left out of it, if anything.
@@ -40,15 +42,18 @@ def roomy_problem(
         situation: model, cluster and training.
         skeleton: of the problem.
         options: of the search.
-        make: the problem under some options.
+        zero_stages: that its choices may have.
+        make: the problem under some options and ZeRO stages.
         least: plans from which on choices are left out; fewer are better counted through.
     """
     without = options.without_savers()
-    if without != options and may_always_fit(situation, skeleton):
-        problem = make(without)
+    stages = distinct_stages(zero_stages, skeleton.num_microbatches)
+    left_out = _savers(options) + ["ZeRO-1 of one microbatch"] * (stages != tuple(zero_stages))
+    if left_out and may_always_fit(situation, skeleton):
+        problem = make(without, stages)
         if problem.num_plans > least and always_fits(problem):
-            return problem, f"{' and '.join(_savers(options))}: every plan fits without"
-    return make(options), ""
+            return problem, f"{' and '.join(left_out)}: every plan fits without"
+    return make(options, zero_stages), ""
 
 
 def _savers(options: Options) -> list[str]:

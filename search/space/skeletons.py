@@ -69,7 +69,10 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 def distinct_stages(zero_stages: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
-    """ZeRO stages without 1 where 2 does the same with less memory: with one microbatch.
+    """ZeRO stages without 1 where 2 takes as long: with one microbatch.
+
+    2 holds gradients in parts, but beside its part the whole of one that is being summed, so it
+    may hold more than 1 where few layers are large. Nothing is lost where memory does not bind.
 
     Example:
         >>> distinct_stages((0, 1, 2, 3), 1), distinct_stages((0, 1), 1)

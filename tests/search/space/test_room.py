@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,8 +18,9 @@ from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.roomy_choices import always_fits, may_always_fit, roomy_problem
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
-from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
+from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, Skeleton, skeletons
 from stratagem.searcher.space.stage_cuts import by_stage, layer_units
+from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -39,14 +43,19 @@ def situation(graph: OperatorGraph) -> Situation:
     return Situation(graph, CLUSTER, Training(), default_costs())
 
 
-def problem_of(graph: OperatorGraph, skeleton: Skeleton, options: Options = REGATHER) -> Problem:
+def problem_of(
+    graph: OperatorGraph,
+    skeleton: Skeleton,
+    options: Options = REGATHER,
+    zero_stages: Sequence[int] = (0, 2, 3),
+) -> Problem:
     return make_problem(
         graph,
         skeleton,
         CLUSTER,
         Training(),
         default_costs(),
-        (0, 2, 3),
+        zero_stages,
         RowMemory(),
         options,
     )
@@ -85,15 +94,17 @@ def test_choices_that_save_memory_stay_where_it_may_bind(room: bool) -> None:
     graph = tiny_gpt()
     skeleton = next(skeletons(graph, CLUSTER))
 
-    def make(options: Options) -> Problem:
-        problem = problem_of(graph, skeleton, options)
+    def make(options: Options, zero_stages: Sequence[int]) -> Problem:
+        problem = problem_of(graph, skeleton, options, zero_stages)
         if not room:
             problem.capacities[:] = 1000
         return problem
 
-    problem, left_out = roomy_problem(situation(graph), skeleton, REGATHER, make, 10)
+    problem, left_out = roomy_problem(situation(graph), skeleton, REGATHER, ZERO_STAGES, make, 10)
     regathers = any(choice.regather for listed in problem.choices for choice in listed)
+    first = any(choice.zero == 1 for listed in problem.choices for choice in listed)
     assert regathers is not room
+    assert first is not room
     assert bool(left_out) is room
 
 
@@ -104,7 +115,8 @@ def test_small_spaces_are_left_whole() -> None:
         situation(graph),
         skeleton,
         REGATHER,
-        lambda options: problem_of(graph, skeleton, options),
+        ZERO_STAGES,
+        lambda options, stages: problem_of(graph, skeleton, options, stages),
         1e9,
     )
     assert not left_out
@@ -164,3 +176,28 @@ def test_equal_stages_share_their_prices_and_are_scored_as_simulated() -> None:
     chain = AnnealingChain(problem, choice, 1, 0)
     plan = problem.plan(choice, name="any", seed=0, fingerprint=graph.fingerprint)
     assert chain.scores[0] == simulate_plan(plan, graph, default_costs()).step_time
+
+
+def test_a_stage_of_zero_that_alone_fits_is_found() -> None:
+    """With one microbatch stage 2 takes as long as 1, but not less memory: it holds the gradient
+    of the one large layer whole and in parts. Stage 1 was left out, and no plan was said to fit.
+    """
+    graph = mlp([512, 512], batch=4)
+    skeleton = next(s for s in skeletons(graph, CLUSTER) if s.num_microbatches == 1)
+    given, shape = situation(graph), skeleton.meshes[0].shape
+    peaks = {
+        zero: given.simulate(
+            given.plan(skeleton, data_parallel(graph, shape, zero=zero), name="x")
+        ).peak_memory
+        for zero in ZERO_STAGES
+    }
+    others = min(peak for zero, peak in peaks.items() if zero != 1)
+    assert peaks[1] < others
+    gib = (peaks[1] + others) / 2 / 2**30
+    device = replace(CLUSTER.device_types[0], memory_gib=gib, reserved_gib=0.0)
+    calibration = replace(CLUSTER.calibration, reserved_gib=0.0)
+    little = replace(CLUSTER, device_types=(device,), calibration=calibration)
+    wishes = Space(max_tensor=1, max_pipeline=1, microbatches=1, headroom=0.0)
+    result = search(graph, little, space=wishes, budget=Budget(200), baselines=())
+    assert result.simulation.fits
+    assert result.plan.choice("layers.0").zero == 1
