@@ -84,15 +84,28 @@ class Incumbent:
         if plan.inputs_first and not o.inputs_first:
             found.append("inputs_first=True")
         if plan.bucket_bytes != o.bucket_bytes:
-            found.append(f"bucket_bytes={plan.bucket_bytes}")
+            found.append(_in_buckets(plan))
         if plan.has_pins and not o.place:
             found.append("place=True")
         return found
+
+    def buckets_of(self, simulation: Simulation) -> int | None:
+        """The buckets of a plan that may be but for them and fits; None of any other."""
+        plan = simulation.plan
+        alone = self.lacks(plan) == [_in_buckets(plan)] and not plan.is_asynchronous
+        fits = simulation.fits and self._constraints.without_room(simulation) is None
+        if not alone or not fits or self._constraints.breaks(simulation):
+            return None
+        return plan.bucket_bytes
 
     def _extend_front(self, simulation: Simulation) -> None:
         devices = simulation.plan.num_devices
         point = FrontPoint(simulation.step_time, simulation.peak_memory, devices, simulation.plan)
         self.front = front_of([*self.front, point])
+
+
+def _in_buckets(plan: Plan) -> str:
+    return f"bucket_bytes={plan.bucket_bytes}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from stratagem.searcher.driver.other_forms import (
 from stratagem.searcher.driver.result import FASTER_NOTE, OTHERWISE, SearchResult
 from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
+from stratagem.searcher.driver.starting_plans import Buckets, FasterInBucketsError
 from stratagem.searcher.improvement.neighbours import registered_moves
 from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.improvement.simpler_plans import simplest
@@ -323,27 +324,37 @@ def _search_graph(
     zeros = wishes.zero_stages or ZERO_STAGES
     for name in baselines:
         _check_method(name)
-    run = SearchCourse(
-        SkeletonList(
-            situation, options, zeros, wishes.bind(graph), schedules, forms, budget.effort
-        ),
-        without_their_share(budget, forms),
-        progress,
-        SearchCheckpoint(
-            checkpoint,
-            digest(
-                graph.fingerprint, cluster.to_json(), situation.training,
-                type(situation.costs).__name__, budget.evaluations, budget.seed, schedules, zeros,
-                budget.skeletons, astuple(budget.effort), options, wishes,
-                start.to_json() if start else None, *registered_moves(),
-            ),
+    kept = SearchCheckpoint(
+        checkpoint,
+        digest(
+            graph.fingerprint, cluster.to_json(), situation.training,
+            type(situation.costs).__name__, budget.evaluations, budget.seed, schedules, zeros,
+            budget.skeletons, astuple(budget.effort), options, wishes,
+            start.to_json() if start else None, *registered_moves(),
         ),
     )  # fmt: skip
-    interrupts = situation.clock.interrupts
+
+    def course(options: Options, budget: SettledBudget, buckets: Buckets) -> SearchCourse:
+        space = SkeletonList(
+            situation, options, zeros, wishes.bind(graph), schedules, forms, budget.effort
+        )
+        return SearchCourse(space, without_their_share(budget, forms), progress, kept, buckets)
+
+    interrupts, begin = situation.clock.interrupts, time.monotonic()
+    run = course(options, budget, Buckets(wishes.bucket_bytes is None and start is None))
+    noted: dict[str, str] = {}
     try:
         interrupts.release()
         every = all_skeletons(graph, cluster, schedules, situation.costs, situation.training)
-        reason = run.go(every, schedules, baselines, start)
+        try:
+            reason = run.go(every, schedules, baselines, start)
+        except FasterInBucketsError as found:
+            noted = {"buckets of gradients": f"{found}; Space(bucket_bytes=0) searches without"}
+            options = replace(options, bucket_bytes=found.bucket_bytes)
+            left = budget.share(1, 0, time.monotonic() - begin)
+            situation.clock.until = situation.clock.brief = inf
+            run = course(options, left, found.buckets)
+            reason = run.go(every, schedules, baselines, start)
         reason = try_other_forms(run, forms, reason, budget)
         interrupts.hold()
         interrupts.check()
@@ -380,7 +391,7 @@ def _search_graph(
         graph=graph,
         plan=named.plan,
         simulation=named,
-        baselines=run.baselines,
+        baselines=run.known_strategies.baselines,
         bound=_at_most(bound, best),
         listed_bound=_at_most(listed, best),
         bounds_all=run.space.bounds_all,
@@ -390,6 +401,7 @@ def _search_graph(
         trace=tuple(run.trace),
         notes={
             **run.notes,
+            **noted,
             **_of_baselines(run, baselines),
             **not_tried(unasked),
             **sums_not_tried(named.plan, graph, run.space.options),
@@ -397,7 +409,7 @@ def _search_graph(
         },
         stop_reason=reason,
         evaluations=run.evaluations,
-        seconds=time.monotonic() - run.started,
+        seconds=time.monotonic() - begin,
         fastest=_named(best, graph, budget.seed) if best.step_time < given.step_time else None,
         headroom=wishes.room(cluster),
     )
@@ -406,11 +418,15 @@ def _search_graph(
 def _of_baselines(run: SearchCourse, asked: Sequence[str]) -> dict[str, str]:
     """Methods that are no baselines, and baselines faster than all that was to be found."""
     left_out = {
-        **{name: "the search ended before" for name in asked if name not in run.baselines},
+        **{
+            name: "the search ended before"
+            for name in asked
+            if name not in run.known_strategies.baselines
+        },
         **run.known_strategies.left_out,
     }
     notes = {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
-    for name, known in run.baselines.items():
+    for name, known in run.known_strategies.baselines.items():
         is_faster = known.fits and known.compared_time < run.incumbent.time
         if is_faster and known.plan.is_asynchronous:
             notes[f"{FASTER_NOTE}{name}"] = f"{known.timed_as}, {OTHERWISE}"

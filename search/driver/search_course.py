@@ -26,7 +26,7 @@ from stratagem.searcher.driver.skeleton_entries import (
     without_policy,
 )
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
-from stratagem.searcher.driver.starting_plans import KnownStrategies, entry_of
+from stratagem.searcher.driver.starting_plans import Buckets, KnownStrategies, entry_of
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
 from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
@@ -66,6 +66,7 @@ class SearchCourse:
         budget: SettledBudget,
         show: ProgressReport,
         checkpoint: SearchCheckpoint,
+        buckets: Buckets = Buckets(),  # noqa: B008 (frozen)
     ) -> None:
         self.space, self.budget, self._effort = space, budget, space.effort
         self._show, self._checkpoint = show, checkpoint
@@ -93,12 +94,7 @@ class SearchCourse:
             space.effort,
         )
         self._fewer = FewerDevices(space, lambda: self.incumbent.time)
-        self.known_strategies = KnownStrategies(space, self.incumbent, self._sharpener)
-
-    @property
-    def baselines(self) -> dict[str, Simulation]:
-        """Known strategies by name, as they were simulated."""
-        return self.known_strategies.baselines
+        self.known_strategies = KnownStrategies(space, self.incumbent, self._sharpener, buckets)
 
     # -- the course ----------------------------------------------------------------------------
 
@@ -109,7 +105,7 @@ class SearchCourse:
         baselines: Sequence[str],
         start: Plan | None,
     ) -> StopReason:
-        """Simulate baselines; bound, rank, survey, search and certify skeletons."""
+        """Simulate baselines; bound, rank, survey, search, certify (or see `check_buckets`)."""
         self._start_clock(schedules[0], baselines)
         large = self.space.num_operators >= self._effort.shared_operators
         remake = remade, (Registered(), *self._sharpener.arguments)
@@ -139,6 +135,8 @@ class SearchCourse:
         start: Plan | None,
     ) -> StopReason:
         stages, early = self._know(listed, schedules[0], baselines)
+        if not self._shares.past(0.5)():
+            self.known_strategies.check_buckets()
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else entry_of(start, self.space, self.incumbent, self.notes)
         if stages is None:
@@ -235,9 +233,8 @@ class SearchCourse:
         most = self.budget.skeletons
         self.report("refining pipelines", 0.35)
         found = improver.descend(self._shares.is_up)
-        self._left = max(0, self._left - self._bound_found(found, self._left))
-        if self._weakest:
-            self._bound_recut()
+        self._bound_found(found)
+        self._bound_recut()
         best = best_first([*found, *refined])[:most]
         promising = self.space.promising(best, self.incumbent.time)[:most]
         return improver.walk(
@@ -254,7 +251,7 @@ class SearchCourse:
         anew = self._effort.descent_evaluations if least and self._is_small else 0
         for turn in range(self._effort.descents):
             found = improver.descend(self._shares.is_up, anew)
-            self._left = max(0, self._left - self._bound_found(found, self._left))
+            self._bound_found(found)
             if self._rules.is_near():
                 return True
             is_better = self._search_found(found[: self.budget.skeletons])
@@ -357,14 +354,15 @@ class SearchCourse:
         if len(self._bound_entries(worth, stop)) == len(worth):
             self._left = self._certify(self._weakest, self._most_work, stop)
 
-    def _bound_found(self, found: Sequence[SkeletonEntry], most: int) -> int:
-        """Sharpen the bounds of skeletons that single changes led to; how many were.
+    def _bound_found(self, found: Sequence[SkeletonEntry]) -> None:
+        """Sharpen the bounds of skeletons that single changes led to.
 
         Few of these were listed, and plans are met that choose anew for what was carried over.
         """
         worth = [entry for entry in found if entry.bound < self.incumbent.time]
-        most = len(worth) if self._is_small else most  # However many were sharpened before.
-        return len(self._bound_entries(worth[:most], self._shares.is_up))
+        most = len(worth) if self._is_small else self._left  # However many were before.
+        done = self._bound_entries(worth[:most], self._shares.is_up)
+        self._left = max(0, self._left - len(done))
 
     def _search_all(
         self,
@@ -429,11 +427,13 @@ class SearchCourse:
 
     def _bound_recut(self) -> None:
         """Sharpen bounds of promising pipelines of a small model where they are cut anew."""
-        if self._is_small:
+        if self._weakest and self._is_small:
             groups = self.space.listed(self.space.recut(self.incumbent.time))
             self.space.look_at(groups, [part.result() for part in self._looks(groups)])
             found = [entry for group in groups for entry in group if not entry.why]
-            self._bound_found(sorted(found, key=lambda entry: entry.bound), len(found))
+            left = self._left
+            self._bound_found(sorted(found, key=lambda entry: entry.bound))
+            self._left = left
 
     def _search_nearly_as_good(self) -> None:
         """Search the others that may still be better, where that costs little.

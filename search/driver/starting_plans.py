@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from stratagem.searcher.driver.incumbent import Incumbent
@@ -18,8 +18,9 @@ from stratagem.searcher.processes.worker_processes import Workers, WorkPart
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.schedule_traits import why_not_searched
-from stratagem.searcher.space.situation import rank
+from stratagem.searcher.space.situation import LEAST_GAIN, rank
 from stratagem.searcher.space.skeletons import skeleton_of
+from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice_options import as_tried
 from stratagem.simulator.simulation.simulation import Simulation
@@ -84,6 +85,32 @@ def _as_options_say(plan: Plan, space: SkeletonList) -> Plan:
     return space.situation.plan(skeleton_of(plan), choices, name=plan.name, options=options)
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """Whether a search is to change its buckets, and what strategies propose where it has.
+
+    Attributes:
+        may_change: to those of the fastest baseline.
+        proposed: by strategies, as far as that is known; the others are asked.
+    """
+
+    may_change: bool = False
+    proposed: Mapping[str, Proposed] = field(default_factory=dict)
+
+
+class FasterInBucketsError(Exception):
+    """A baseline sums its gradients in other buckets than those of the search, and is faster.
+
+    Attributes:
+        bucket_bytes: of the baseline.
+        buckets: for a search in these.
+    """
+
+    def __init__(self, name: str, bucket_bytes: int, buckets: Buckets) -> None:
+        super().__init__(f"{name} is faster, in buckets of {format_bytes(bucket_bytes)}")
+        self.bucket_bytes, self.buckets = bucket_bytes, buckets
+
+
 class KnownStrategies:
     """The baselines of a search: the best plan of each known strategy, simulated.
 
@@ -91,6 +118,7 @@ class KnownStrategies:
         space: of the search.
         incumbent: takes every better plan.
         sharpener: what makes plans in this process.
+        buckets: of gradients, which the search may change.
 
     Attributes:
         baselines: what was simulated until now, by name.
@@ -100,8 +128,15 @@ class KnownStrategies:
         shown: seconds of a step that was shown before its plan is taken; infinite without.
     """
 
-    def __init__(self, space: SkeletonList, incumbent: Incumbent, sharpener: Sharpener) -> None:
+    def __init__(
+        self,
+        space: SkeletonList,
+        incumbent: Incumbent,
+        sharpener: Sharpener,
+        buckets: Buckets,
+    ) -> None:
         self._space, self._incumbent, self._sharpener = space, incumbent, sharpener
+        self._proposed, self._may_change = dict(buckets.proposed), buckets.may_change
         self.baselines: dict[str, Simulation] = {}
         self.searched: dict[str, Simulation] = {}
         self.left_out: dict[str, str] = {}
@@ -113,7 +148,8 @@ class KnownStrategies:
     def first(self, schedule: str, methods: Sequence[str]) -> bool:
         """Simulate baselines until there is a plan to hand back, and whether there is one."""
         for name in baseline_names(self._space.situation, schedule, methods):
-            self._take(name, propose(self._sharpener, name, schedule, methods))
+            known = self._proposed.get(name)
+            self._take(name, known or propose(self._sharpener, name, schedule, methods))
             if self._incumbent.best is not None:
                 return True
         return False
@@ -138,11 +174,18 @@ class KnownStrategies:
             show: called when there is something to be `shown`.
         """
         names = baseline_names(self._space.situation, schedule, methods)
-        parts = {name: workers.part(propose, name, schedule, tuple(methods)) for name in names}
+        for name in names:
+            if name in self._proposed and name not in self.baselines:
+                self._take(name, self._proposed[name])
+        parts = {
+            name: workers.part(propose, name, schedule, tuple(methods))
+            for name in names
+            if name not in self._proposed
+        }
         self._unseen, self._show = dict(parts), show
         try:
             for name in methods[:1]:
-                if math.isinf(self._space.situation.clock.until):
+                if name in parts and math.isinf(self._space.situation.clock.until):
                     parts[name].result()
             self._show_done()
             if workers.is_alone:
@@ -166,7 +209,7 @@ class KnownStrategies:
         situation, admits = self._space.situation, self._incumbent.admits
         done = [name for name, part in self._unseen.items() if part.is_done]
         for name in done if math.isinf(situation.clock.until) else ():
-            plan = self._unseen.pop(name).result().searched
+            plan = self._unseen.pop(name).result().searched(self._sharpener.bucket_bytes)
             if plan is None:
                 continue
             found = situation.simulate(plan)
@@ -174,6 +217,21 @@ class KnownStrategies:
             if given is not None and admits(given) and given.step_time < self.shown:
                 self.shown = given.step_time
                 self._show()
+
+    def check_buckets(self) -> None:
+        """Refuse the buckets of the search, where they may change and others seem better.
+
+        Raises:
+            FasterInBucketsError: a baseline in other buckets is faster than all that may be.
+        """
+        found = [
+            (known.step_time, name, nbytes)
+            for name, known in self.baselines.items()
+            if self._may_change and (nbytes := self._incumbent.buckets_of(known)) is not None
+        ]
+        fastest, name, nbytes = min(found, default=(math.inf, "", 0))
+        if fastest < self._incumbent.time * (1 - LEAST_GAIN):
+            raise FasterInBucketsError(name, nbytes, Buckets(proposed=self._proposed))
 
     def entries(self, slack: float) -> list[SkeletonEntry]:
         """The skeletons of the baselines that the search may choose for, the best plan's first.
@@ -198,7 +256,9 @@ class KnownStrategies:
                 self._take(name, part.result())
 
     def _take(self, name: str, proposed: Proposed) -> None:
-        plan, simulate = proposed.searched, self._space.situation.simulate
+        self._proposed[name] = proposed
+        plan = proposed.searched(self._sharpener.bucket_bytes)
+        simulate = self._space.situation.simulate
         if proposed.why:
             self.left_out[name] = proposed.why
         if proposed.plan is not None:
@@ -226,12 +286,16 @@ class KnownStrategies:
 class Proposed(NamedTuple):
     """The best plan of a baseline; None where it has none, and why if it was asked for by name.
 
-    `searched` is the best one in the buckets of the search, or else with none, if there is one.
+    `in_buckets` are the best ones by their buckets, the best of all among them.
     """
 
     plan: Plan | None
-    searched: Plan | None = None
+    in_buckets: Mapping[int, Plan] = {}
     why: str = ""
+
+    def searched(self, bucket_bytes: int) -> Plan | None:
+        """The best one in the buckets of a search, or else without any, if there is one."""
+        return self.in_buckets.get(bucket_bytes) or self.in_buckets.get(0) or self.plan
 
 
 def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[str]) -> Proposed:
@@ -248,6 +312,5 @@ def propose(sharpener: Sharpener, name: str, schedule: str, methods: Sequence[st
     if not found:
         why = "it has no plan for this model and cluster" * (name in listed)
         return Proposed(None, why=why)
-    alike = [s for s in found if s.plan.bucket_bytes == sharpener.bucket_bytes]
-    plain = [s for s in found if not s.plan.bucket_bytes]
-    return Proposed(min(found, key=rank).plan, min(alike or plain or found, key=rank).plan)
+    ranked = [each.plan for each in sorted(found, key=rank)]
+    return Proposed(ranked[0], {plan.bucket_bytes: plan for plan in reversed(ranked)})

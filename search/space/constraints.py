@@ -258,8 +258,9 @@ class Space(TriedOptions, Constraints):
     Attributes:
         regather: as in `TriedOptions`, and tried unless told otherwise: Megatron-LM's sequence
             parallelism needs it, and it costs nothing but where memory is short.
-        bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded; as the
-            plan to start from has it when left out, without one by operator (0).
+        bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded; by
+            operator for 0. When left out, as the plan to start from has it, without one as the
+            fastest baseline does.
         inputs_first: gradients of weights run beside the conversion of those of inputs (see
             `Plan`); likewise.
         place: whether operators of the best plans are tried on parts of their meshes, where those

@@ -75,7 +75,11 @@ def search(
         typer.Option("--place", help="try operators on parts of the meshes of the best plans"),
     ] = False,
     bucket_mib: Annotated[
-        float | None, typer.Option(help="reduce gradients in buckets of at least so many MiB")
+        float | None,
+        typer.Option(
+            help="reduce gradients in buckets of at least so many MiB, 0 for none; those of the "
+            "fastest baseline when left out"
+        ),
     ] = None,
     tensor: Annotated[
         int | None, typer.Option(help="tensor-parallel ways at most (experts count)")

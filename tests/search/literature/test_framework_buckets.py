@@ -1,15 +1,16 @@
-"""Baselines in the buckets of their frameworks, and a search that is as it was without them."""
+"""Baselines in the buckets of their frameworks, and a search that takes those of the fastest."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from stratagem.exports.deepspeed import deepspeed
 from stratagem.exports.megatron import megatron
 from stratagem.searcher.driver.budget import Budget
-from stratagem.searcher.driver.result import FASTER_NOTE
+from stratagem.searcher.driver.result import FASTER_NOTE, SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.methods.literature import IN_BUCKETS, LITERATURE, screen, zero_setups
 from stratagem.searcher.methods.literature.setup_families import as_megatron_runs, megatron_setups
@@ -27,6 +28,8 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("p3.16xlarge", num_nodes=2, devices_per_node=2)
+SLOW = Cluster.preset("v100-10g", num_nodes=4, devices_per_node=1)
+"""On which a collective an operator is most of a step."""
 ZERO = {f"DeepSpeed ZeRO-{stage}": stage for stage in (1, 2, 3)}
 TRAINING = Training("bfloat16")
 
@@ -106,12 +109,17 @@ def without_buckets(method: Method) -> Method:
 
 
 @pytest.mark.parametrize("prefer", ["fastest", "simplest"])
-def test_a_search_finds_the_same_whatever_buckets_baselines_have(
+def test_a_search_without_buckets_finds_the_same_whatever_baselines_have(
     prefer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found() -> list[object]:
         result = search(
-            small(), CLUSTER, training=TRAINING, budget=Budget(300, threads=1), prefer=prefer
+            small(),
+            CLUSTER,
+            training=TRAINING,
+            space=Space(bucket_bytes=0),
+            budget=Budget(300, threads=1),
+            prefer=prefer,
         )
         return [result.plan, result.fastest, result.bound, result.evaluations]
 
@@ -126,7 +134,14 @@ def test_a_search_finds_the_same_whatever_buckets_baselines_have(
 def test_buckets_and_what_is_faster_by_them_are_told() -> None:
     graph, name = small(), "DeepSpeed ZeRO-2"
     budget = Budget(0, gap=0.9, threads=1)
-    result = search(graph, CLUSTER, training=TRAINING, baselines=[name], budget=budget)
+    result = search(
+        graph,
+        CLUSTER,
+        training=TRAINING,
+        baselines=[name],
+        budget=budget,
+        space=Space(bucket_bytes=0),
+    )
     known = result.baselines[name]
     assert known.plan.bucket_bytes > 0 == result.plan.bucket_bytes
     names = [row[0] for row in result.table.rows]
@@ -149,3 +164,74 @@ def test_buckets_and_what_is_faster_by_them_are_told() -> None:
     assert asked.plan.bucket_bytes == known.plan.bucket_bytes
     assert asked.simulation.step_time <= known.step_time
     assert name in [row[0] for row in asked.table.rows]
+
+
+BUCKETS_NOTE = "buckets of gradients"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seconds", [None, 60.0])
+def test_a_search_takes_the_buckets_of_the_fastest_baseline(
+    threads: int, seconds: float | None
+) -> None:
+    """Its result was once slower than a baseline in its own table, and named the option."""
+    graph, methods = small(), ["DeepSpeed ZeRO-2", "Megatron-LM 3D"]
+    budget = Budget(0, seconds, skeletons=1, bounded=0, threads=threads)
+
+    def found(space: Space | None) -> SearchResult:
+        return search(
+            graph, SLOW, training=TRAINING, baselines=methods, budget=budget, space=space
+        )
+
+    free = found(None)
+    fastest = min(free.baselines.values(), key=rank)
+    assert fastest.plan.bucket_bytes > 0, "no baseline is faster in buckets here"
+    assert free.plan.bucket_bytes == fastest.plan.bucket_bytes
+    assert free.simulation.step_time <= fastest.step_time
+    assert not [note for note in free.notes if note.startswith(FASTER_NOTE)]
+    name = next(name for name, known in free.baselines.items() if known is fastest)
+    assert free.notes[BUCKETS_NOTE].startswith(f"{name} is faster, in buckets of ")
+    if seconds is None:
+        # As if it had been asked for, though baselines are known sooner.
+        asked = found(Space(bucket_bytes=fastest.plan.bucket_bytes))
+        assert BUCKETS_NOTE not in asked.notes
+        assert (asked.plan, asked.bound) == (free.plan, free.bound)
+
+
+def test_buckets_that_are_said_or_that_a_start_has_stay() -> None:
+    graph, methods = small(), ["DeepSpeed ZeRO-2"]
+
+    def found(space: Space | None = None, start: Plan | None = None) -> SearchResult:
+        budget = Budget(0, gap=0.9, threads=1)
+        return search(
+            graph,
+            SLOW,
+            training=TRAINING if start is None else None,
+            baselines=methods,
+            budget=budget,
+            space=space,
+            start=start,
+        )
+
+    said = found(Space(bucket_bytes=0))
+    assert said.plan.bucket_bytes == 0
+    assert f"{FASTER_NOTE}{methods[0]}" in said.notes
+    begun = found(start=said.plan)
+    assert begun.plan.bucket_bytes == 0
+    assert BUCKETS_NOTE not in begun.notes
+
+
+def test_a_search_in_the_buckets_of_a_baseline_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    def found() -> SearchResult:
+        return search(
+            small(),
+            SLOW,
+            training=TRAINING,
+            baselines=["DeepSpeed ZeRO-2"],
+            budget=Budget(300, skeletons=1, bounded=0, threads=1),
+            checkpoint=tmp_path / "kept.json",
+        )
+
+    first, again = found(), found()
+    assert first.plan.bucket_bytes > 0
+    assert (again.plan, again.evaluations) == (first.plan, first.evaluations)
