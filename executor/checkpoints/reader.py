@@ -147,7 +147,7 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
                     )
                     states.setdefault(stored.parameter, {})[kind] = read.to(comm.device)
         for name, state in states.items():
-            interpreter.optimizer.load(name, state, index.updates)
+            interpreter.optimizer.state(name).load(state, index.updates)
         if interpreter.scale is not None and index.scale is not None:
             interpreter.scale = index.scale
         interpreter.counters = interpreter.counters.going_on(index.course.step, index.counters)

@@ -153,8 +153,9 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
                 continue
             kept = {PARAMETER: interpreter.value(home.stored)}
             if home.trained:
-                kept |= interpreter.optimizer.state(name)
-                updates = max(updates, interpreter.optimizer.updates(name))
+                state = interpreter.optimizer.state(name)
+                kept |= state.tensors
+                updates = max(updates, state.updates)
             for kind, tensor in kept.items():
                 if kind not in WHOLE_STATES:
                     tensors[key_of(kind, name)] = tensor.reshape(part.shape).contiguous()

@@ -178,7 +178,7 @@ class Interpreter:
     def held(self) -> list[Any]:
         """All that this rank holds now: tensors and tapes, with what the optimizer remembers."""
         states = [self.optimizer.state(home.stored.parameter) for home in self.program.homes]
-        remembered = [tensor for state in states for tensor in state.values()]
+        remembered = [tensor for state in states for tensor in state.tensors.values()]
         return [*self._state.memory.everything(), *self._state.masters.values(), *remembered]
 
     def restore(self, read: Callable[[Stored, TensorPart], Tensor]) -> None:
@@ -275,7 +275,7 @@ class Interpreter:
         """Whole averages of the trained parameters on rank 0; every rank calls this."""
         trained = tuple(home for home in self.program.homes if home.trained)
         names = [home.stored.parameter for home in trained]
-        states = {name: self.optimizer.state(name) for name in names}
+        states = {name: self.optimizer.state(name).tensors for name in names}
         parts = {name: state[AVERAGE] for name, state in states.items() if AVERAGE in state}
         return to_model(self.program.maps, collect(self.program, trained, parts, self.comm))
 

@@ -51,7 +51,7 @@ class Adafactor(UnlikeStates):
             return
         self.squares = {name: each[0] for name, each in found.items()}
         for name, each in found.items():
-            shape, kept = self._learned[name].shape, self._kept[name]
+            shape, kept = self._learned[name].shape, self.state(name).tensors
             if len(shape) < 2:
                 continue
             rows, columns = torch.split(each[1:], [kept[ROW].numel(), kept[COLUMN].numel()])
@@ -61,7 +61,7 @@ class Adafactor(UnlikeStates):
 
     def _weight(self, name: str) -> float:
         """The part that the last gradient has in the means."""
-        return float(self.updates(name) ** self.how(name).adafactor.decay)
+        return float(self.state(name).updates ** self.how(name).adafactor.decay)
 
     def _sums(self, change: GradientChange) -> Tensor:
         """The square of a part of a parameter, and those of its gradient by rows and columns."""
@@ -92,7 +92,7 @@ class Adafactor(UnlikeStates):
         settings, now = alike.how.adafactor, alike.now
         for name, parameter, gradient in zip(*alike[:3], strict=True):
             elements = math.prod(self._learned[name].shape)
-            rate = min(now.rate, self.updates(name) ** -0.5)
+            rate = min(now.rate, self.state(name).updates ** -0.5)
             long = (self.squares[name] / elements).sqrt().clamp(min=settings.scale)
             wide = (self.lengths[name] / elements).sqrt() / settings.threshold
             ahead = self._ahead(name, parameter, gradient)
@@ -103,7 +103,7 @@ class Adafactor(UnlikeStates):
 
     def _ahead(self, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """u of a part of a parameter."""
-        kept, placed = self._kept[name], self._learned[name]
+        kept, placed = self.state(name).tensors, self._learned[name]
         floor = self.how(name).adafactor.epsilon or torch.finfo(parameter.dtype).eps
         if len(placed.shape) < 2:
             return kept[SQUARE].clamp(min=floor * floor).rsqrt_().mul_(gradient)
@@ -124,9 +124,9 @@ class Adafactor(UnlikeStates):
     # -- what is kept ---------------------------------------------------------------------------
 
     def _states_of(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        if name not in self._kept:
+        kept = self.state(name).tensors
+        if not kept:
             shape = self._learned[name].shape
-            kept = self._kept[name] = {}
             if len(shape) < 2:
                 kept[SQUARE] = torch.zeros_like(parameter)
             else:
@@ -134,7 +134,7 @@ class Adafactor(UnlikeStates):
                 kept[COLUMN] = parameter.new_zeros((*shape[:-2], 1, shape[-1]))
             if self.training.average:
                 kept[AVERAGE] = torch.zeros_like(parameter)
-        return self._kept[name]
+        return kept
 
 
 def _factors(placed: Placed, dim: int) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class EightBitAdam(UnlikeStates):
         for name, parameter, gradient in zip(*alike[:3], strict=True):
             mean, square = self._ahead(name, gradient)
             self._keep(name, mean, square)
-            count = self.updates(name)
+            count = self.state(name).updates
             root = square.sqrt().div_(math.sqrt(1 - now.second**count)).add_(now.epsilon)
             if now.decay:
                 parameter.mul_(1 - now.rate * now.decay)
@@ -74,7 +74,7 @@ class EightBitAdam(UnlikeStates):
 
     def _ahead(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Both means with the gradient in them, before they are rounded."""
-        kept, blocks = self._kept[name], self._blocks(name)
+        kept, blocks = self.state(name).tensors, self._blocks(name)
         means, now = [], self.now_of(name)
         for what, seen, beta in zip(
             MEANS, (gradient, gradient.square()), (now.first, now.second), strict=True
@@ -88,7 +88,7 @@ class EightBitAdam(UnlikeStates):
         return means[0], means[1]
 
     def _keep(self, name: str, *means: Tensor) -> None:
-        kept, blocks = self._kept[name], self._blocks(name)
+        kept, blocks = self.state(name).tensors, self._blocks(name)
         if not blocks.number:
             kept.update(zip(MEANS, means, strict=True))
             return
@@ -101,7 +101,7 @@ class EightBitAdam(UnlikeStates):
     # -- what is kept ---------------------------------------------------------------------------
 
     def _blocks(self, name: str) -> _Blocks:
-        kept = self._kept[name]
+        kept = self.state(name).tensors
         return _Blocks(len(kept.get(SCALES["mean"], ())), self._block_of.get(name))
 
     def _states_of(self, change: GradientChange, parameter: Tensor) -> None:
@@ -110,9 +110,9 @@ class EightBitAdam(UnlikeStates):
         count = blocks.count(math.prod(placed.shape))
         if count and name not in self._block_of:
             self._block_of[name] = placed.numbers(parameter.device) // blocks.size
-        if name in self._kept:
+        kept = self.state(name).tensors
+        if kept:
             return
-        kept = self._kept[name] = {}
         for what in MEANS:
             kept[what] = torch.zeros_like(parameter, dtype=torch.uint8 if count else None)
             if count:

@@ -5,6 +5,7 @@ Rate and numbers of updates lie on the device, so that a captured step can run a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from stratagem.executor.optimizers.parameter_tables import (
 )
 from stratagem.executor.optimizers.settings import Settings, settings_of
 from stratagem.executor.state.gradient_lists import HANDFUL_BYTES, GradientChange
+from stratagem.executor.state.optimizer_state import OptimizerState
 from stratagem.simulator.kernel_times.training import Training
 
 PAGE = 256
@@ -43,7 +45,8 @@ class FusedSGD:
     def __init__(self, training: Training) -> None:
         (self._now,) = settings_of(training)
         self._rate = _Rate(self._now.rate)
-        self._counts = _Counts()
+        cells = _Cells()
+        self._states: defaultdict[str, _FusedState] = defaultdict(lambda: _FusedState(cells))
 
     @property
     def now(self) -> tuple[Settings, ...]:
@@ -77,23 +80,15 @@ class FusedSGD:
             for change, each in zip(some, worked, strict=True):
                 _finish(each, change.parameter, change.copy)
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """See `Optimizer.state`."""
-        return {}
-
-    def updates(self, name: str) -> int:
-        """See `Optimizer.updates`; waits for the device."""
-        return self._counts.of(name)
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self._counts.set(name, updates)
+    def state(self, name: str) -> OptimizerState:
+        """See `Optimizer.state`; who asks for its number of updates waits for the device."""
+        return self._states[name]
 
     def _count(self, changes: Sequence[GradientChange]) -> None:
         """Raise the numbers of updates, and derive from them what updates need."""
         for first in range(0, len(changes), MOST_CELLS):
             some = changes[first : first + MOST_CELLS]
-            cells = [self._counts.cell(each.name, each.parameter.device) for each in some]
+            cells = [self._states[each.name].cell(each.parameter.device) for each in some]
             start(
                 "count_updates",
                 len(cells),
@@ -106,7 +101,7 @@ class FusedSGD:
         return np.float64(0), np.float64(0)
 
     def _row(self, change: GradientChange, worked: Tensor) -> ParameterRow:
-        cell = self._counts.cell(change.name, worked.device)
+        cell = self._states[change.name].cell(worked.device)
         return ParameterRow(worked, _readable(change.gradient), cell, _written(change.copy))
 
     def _arguments(self, device: torch.device) -> tuple[Any, ...]:
@@ -118,30 +113,14 @@ class FusedAdam(FusedSGD):
 
     _kernel = "adam"
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._states: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """See `Optimizer.state`."""
-        if name not in self._states:
-            return {}
-        mean, square = self._states[name]
-        return {"mean": mean, "square": square}
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        super().load(name, state, updates)
-        self._states[name] = _workable(state["mean"]), _workable(state["square"])
-
     def _falling(self) -> tuple[np.float64, np.float64]:
         return np.float64(self._now.first), np.float64(self._now.second)
 
     def _row(self, change: GradientChange, worked: Tensor) -> ParameterRow:
-        if change.name not in self._states:
-            self._states[change.name] = torch.zeros_like(worked), torch.zeros_like(worked)
-        mean, square = self._states[change.name]
-        return super()._row(change, worked)._replace(mean=mean, square=square)
+        kept = self._states[change.name].tensors
+        if not kept:
+            kept.update((kind, torch.zeros_like(worked)) for kind in ("mean", "square"))
+        return super()._row(change, worked)._replace(mean=kept["mean"], square=kept["square"])
 
     def _arguments(self, device: torch.device) -> tuple[Any, ...]:
         return *self._falling(), np.float64(self._now.epsilon)
@@ -165,41 +144,55 @@ class _Rate:
         return self._there
 
 
-class _Counts:
-    """Numbers of updates by parameter, on the device, where recorded steps raise them too.
-
-    Each is the first word of a `struct cell`. Cells lie in pages and stay where they are: a graph
+class _Cells:
+    """A `struct cell` for every parameter. They lie in pages and stay where they are: a graph
     knows them by their place.
     """
 
     def __init__(self) -> None:
-        self._cells: dict[str, Tensor] = {}
-        self._given: dict[str, int] = {}
         self._free: list[Tensor] = []
 
-    def cell(self, name: str, device: torch.device) -> Tensor:
-        """The cell of a parameter, which has what it was given before it was on a device."""
-        found = self._cells.get(name)
-        if found is None:
-            if not self._free or self._free[-1].device != device:
-                page = torch.zeros((PAGE, WORDS), dtype=torch.int32, device=device)
-                self._free = [*page.unbind()]
-            found = self._cells[name] = self._free.pop()
-            if name in self._given:
-                found[0].fill_(self._given.pop(name))
-        return found
+    def another(self, device: torch.device) -> Tensor:
+        """A cell of zeros that nobody has."""
+        if not self._free or self._free[-1].device != device:
+            page = torch.zeros((PAGE, WORDS), dtype=torch.int32, device=device)
+            self._free = [*page.unbind()]
+        return self._free.pop()
 
-    def of(self, name: str) -> int:
-        """How often a parameter has been updated; waits for the device."""
-        cell = self._cells.get(name)
-        return self._given.get(name, 0) if cell is None else int(cell[0])
 
-    def set(self, name: str, updates: int) -> None:
-        """Go on from so many updates."""
-        if name in self._cells:
-            self._cells[name][0].fill_(updates)
+class _FusedState(OptimizerState):
+    """One whose number of updates lies on the device, where recorded steps raise it too: it is
+    the first word of a `struct cell`.
+    """
+
+    def __init__(self, cells: _Cells) -> None:
+        self._cells = cells
+        self._cell: Tensor | None = None
+        super().__init__()
+
+    def cell(self, device: torch.device) -> Tensor:
+        """Its cell, which has the number of updates from before it was on a device."""
+        if self._cell is None:
+            before, self._cell = self._before, self._cells.another(device)
+            if before:
+                self._cell[0].fill_(before)
+        return self._cell
+
+    @property
+    def updates(self) -> int:
+        """See `OptimizerState`; waits for the device."""
+        return self._before if self._cell is None else int(self._cell[0])
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        if self._cell is None:
+            self._before = updates
         else:
-            self._given[name] = updates
+            self._cell[0].fill_(updates)
+
+    def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """See `OptimizerState.load`."""
+        super().load({kind: _workable(each) for kind, each in tensors.items()}, updates)
 
 
 def _launches(changes: Sequence[GradientChange]) -> Iterator[list[GradientChange]]:

@@ -62,7 +62,7 @@ class Lamb(Measuring):
     def _ahead(self, alike: Alike) -> list[Tensor]:
         """u of each parameter."""
         means, squares, *_ = self.kept(alike.names, alike.parameters)
-        counts = [self._updates[name] for name in alike.names]
+        counts = [self.state(name).updates for name in alike.names]
         first, second = alike.now.first, alike.now.second
         roots = torch._foreach_div(squares, [1 - second**count for count in counts])
         torch._foreach_sqrt_(roots)

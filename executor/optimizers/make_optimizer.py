@@ -18,6 +18,7 @@ from stratagem.executor.optimizers.muon import Muon
 from stratagem.executor.optimizers.settings import Settings
 from stratagem.executor.optimizers.stepping import Alike, Stepping
 from stratagem.executor.state.gradient_lists import GradientChange
+from stratagem.executor.state.optimizer_state import OptimizerState
 from stratagem.simulator.kernel_times.training import Training
 
 
@@ -52,16 +53,8 @@ class Optimizer(Protocol):
                 else; only where `takes_scale`.
         """
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """What is remembered of a parameter, by name: tensors of the shape of its part, or what
-        `WHOLE_STATES` names, of all of it; empty before it is updated for the first time.
-        """
-
-    def updates(self, name: str) -> int:
-        """How often a parameter has been updated."""
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from what `state` and `updates` gave for a parameter."""
+    def state(self, name: str) -> OptimizerState:
+        """What is remembered of a parameter, the same record whenever it is asked for."""
 
 
 def make_optimizer(training: Training, device: torch.device | None = None) -> Optimizer:
@@ -132,17 +125,9 @@ class _Several:
         for called, own in found.items():
             self._each[called].all_of(own, scale)
 
-    def state(self, name: str) -> dict[str, Tensor]:
+    def state(self, name: str) -> OptimizerState:
         """See `Optimizer.state`."""
         return self.of(name).state(name)
-
-    def updates(self, name: str) -> int:
-        """See `Optimizer.updates`."""
-        return self.of(name).updates(name)
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self.of(name).load(name, state, updates)
 
 
 def muon_of(optimizer: Optimizer, name: str) -> Muon:
@@ -168,7 +153,7 @@ class _SGD(Stepping):
             torch._foreach_mul_(means, momentum)
             if now.damp:
                 # From zeros the first mean is the gradient itself, however it is damped later.
-                shares = [1 - now.damp * (self.updates(name) > 1) for name in names]
+                shares = [1 - now.damp * (self.state(name).updates > 1) for name in names]
                 torch._foreach_add_(means, torch._foreach_mul(gradients, shares))
             else:
                 torch._foreach_add_(means, gradients)
@@ -191,7 +176,7 @@ class _Adam(Stepping):
     def _step(self, alike: Alike) -> None:
         names, parameters, gradients, now, how = alike
         means, squares, *others = self.kept(names, parameters)
-        counts = [self._updates[name] for name in names]
+        counts = [self.state(name).updates for name in names]
         device = parameters[0].device
         number = {each: torch.full((), float(each), device=device) for each in set(counts)}
         update = torch._fused_adam_ if how.coupled_decay else torch._fused_adamw_

@@ -137,26 +137,15 @@ class Measuring(Stepping):
 
 
 class UnlikeStates(Measuring):
-    """What is kept of a parameter depends on its shape; some of it is of whole parameters."""
-
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._kept: dict[str, dict[str, Tensor]] = {}
+    """What is kept of a parameter depends on its shape; some of it is of whole parameters, and
+    whole on every rank.
+    """
 
     def averages(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Tensor]:
         """See `Stepping.averages`."""
-        return [self._kept[name][AVERAGE] for name in names]
+        return [self.state(name).tensors[AVERAGE] for name in names]
 
     def worked_on(self, change: GradientChange) -> tuple[Tensor, Tensor]:
         """A part of a parameter and its gradient in its dtype, each in one piece."""
         worked = in_one_piece([change.parameter])
         return worked[0], self.gradients_of([change], worked)[0]
-
-    def state(self, name: str) -> dict[str, Tensor]:
-        """See `Optimizer.state`; what is kept of whole parameters is whole on every rank."""
-        return dict(self._kept.get(name, {}))
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self._kept[name] = {what: each.contiguous() for what, each in state.items()}
-        self._updates[name] = updates

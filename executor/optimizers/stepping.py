@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from stratagem.executor.optimizers.settings import Settings, settings_of
 from stratagem.executor.state.gradient_lists import GradientChange, by_dtype
+from stratagem.executor.state.optimizer_state import OptimizerState
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
 
 
@@ -42,8 +44,7 @@ class Stepping(ABC):
         self.now = settings_of(training)
         self.training = training
         self._group_of = cache(training.group_of)
-        self._states: dict[str, dict[str, Tensor]] = {}
-        self._updates: dict[str, int] = {}
+        self._states: defaultdict[str, OptimizerState] = defaultdict(OptimizerState)
 
     def __call__(
         self, name: str, parameter: Tensor, gradient: Tensor, copy: Tensor | None = None
@@ -69,7 +70,7 @@ class Stepping(ABC):
 
     def _count(self, changes: Sequence[GradientChange]) -> None:
         for change in changes:
-            self._updates[change.name] = self.updates(change.name) + 1
+            self.state(change.name).updates += 1
 
     @abstractmethod
     def _step(self, alike: Alike) -> None:
@@ -79,10 +80,10 @@ class Stepping(ABC):
         """Average the new parameters with those of the steps before: the first ones are alone."""
         averages = self.averages(names, parameters)
         if self.training.average == "equal":
-            shares = [1 / self._updates[name] for name in names]
+            shares = [1 / self.state(name).updates for name in names]
         else:
             share = 1 - self.training.average_decay
-            shares = [share if self._updates[name] > 1 else 1.0 for name in names]
+            shares = [share if self.state(name).updates > 1 else 1.0 for name in names]
         apart = torch._foreach_sub(list(parameters), averages)
         torch._foreach_mul_(apart, shares)
         torch._foreach_add_(averages, apart)
@@ -91,7 +92,7 @@ class Stepping(ABC):
         """The averages of parameters, where they are kept."""
         for name, parameter in zip(names, parameters, strict=True):
             self.kept([name], [parameter])  # Some may keep more than others.
-        return [self._states[name][AVERAGE] for name in names]
+        return [self.state(name).tensors[AVERAGE] for name in names]
 
     def how(self, name: str) -> Training:
         """How a parameter is trained."""
@@ -133,26 +134,16 @@ class Stepping(ABC):
         ]
 
     def kept(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The states of parameters, state by state: zeros at first."""
-        for name, parameter in zip(names, parameters, strict=True):
-            if name not in self._states:
-                self._states[name] = {
-                    what: torch.zeros_like(parameter) for what in self.how(name).states
-                }
-        return [[*each] for each in zip(*(self._states[n].values() for n in names), strict=True)]
+        """The states of parameters of one group, state by state: zeros at first."""
+        kinds, held = self.how(names[0]).states, [self.state(name).tensors for name in names]
+        for tensors, parameter in zip(held, parameters, strict=True):
+            if not tensors:
+                tensors.update((kind, torch.zeros_like(parameter)) for kind in kinds)
+        return [[tensors[kind] for tensors in held] for kind in kinds]
 
-    def state(self, name: str) -> dict[str, Tensor]:
+    def state(self, name: str) -> OptimizerState:
         """See `Optimizer.state`."""
-        return dict(self._states.get(name, {}))
-
-    def updates(self, name: str) -> int:
-        """See `Optimizer.updates`."""
-        return self._updates.get(name, 0)
-
-    def load(self, name: str, state: Mapping[str, Tensor], updates: int) -> None:
-        """See `Optimizer.load`."""
-        self._states[name] = {what: state[what].contiguous() for what in self.how(name).states}
-        self._updates[name] = updates
+        return self._states[name]
 
 
 def in_one_piece(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -177,7 +177,8 @@ def test_a_rank_reads_what_it_keeps_and_no_more(
         kept.extend(interpreter.value(stored).numel() for stored in interpreter.mine.stored)
         for home in program.homes:
             kept.extend(
-                t.numel() for t in interpreter.optimizer.state(home.stored.parameter).values()
+                t.numel()
+                for t in interpreter.optimizer.state(home.stored.parameter).tensors.values()
             )
 
     run_local(program.world_size, run)

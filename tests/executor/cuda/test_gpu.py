@@ -121,7 +121,7 @@ def test_fused_updates_are_those_of_torch(optimizer: str, dtype: torch.dtype) ->
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     if dtype != torch.float32:
         torch.testing.assert_close(copies[0], a.to(dtype), rtol=0, atol=0)
-    assert ours.updates("p") == theirs.updates("p") == 4
+    assert ours.state("p").updates == theirs.state("p").updates == 4
 
 
 @pytest.mark.gpu
@@ -148,7 +148,7 @@ def test_fused_updates_of_many_are_those_of_torch(optimizer: str) -> None:
         for mine, other in zip(changes, others, strict=True):
             torch.testing.assert_close(mine.parameter, other.parameter, rtol=1e-5, atol=1e-6)
             assert mine.copy is None or torch.equal(mine.copy, mine.parameter.bfloat16())
-    assert {ours.updates(change.name) for change in changes} == {3}
+    assert {ours.state(change.name).updates for change in changes} == {3}
 
 
 @pytest.mark.gpu
@@ -201,7 +201,7 @@ def test_a_graph_runs_kernels_of_torch_and_of_cupy_again() -> None:
             update.now = (update.now[0]._replace(rate=rate),)
             graph.replay()
             assert set(parameter.tolist()) == {expected}
-        assert update.updates("p") == 3
+        assert update.state("p").updates == 3
         graph.reset()
 
 

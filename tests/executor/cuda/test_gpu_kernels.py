@@ -64,7 +64,7 @@ def test_updates_are_those_of_torch(
         fused("p", ours, gradient, copies[0])
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
         torch.testing.assert_close(copies[0], ours.to(copied), rtol=0, atol=0)
-    mine, other = fused.state("p"), update.state("p")
+    mine, other = fused.state("p").tensors, update.state("p").tensors
     assert list(mine) == list(other) == (["mean", "square"] if optimizer == "adam" else [])
     for name, atol in zip(mine, (1e-8, 1e-10), strict=False):
         torch.testing.assert_close(mine[name], other[name], rtol=1e-5, atol=atol)
@@ -83,7 +83,7 @@ def test_fused_optimizers_are_those_of_torch(optimizer: str, dtype: torch.dtype)
     for step in range(6):
         if step == 3:
             before, ours = ours, type(ours)(training)
-            ours.load("p", before.state("p"), before.updates("p"))
+            ours.state("p").load(before.state("p").tensors, before.state("p").updates)
         moved = {"rate": 0.01 / (step + 1), "decay": 0.02 * step}
         moved |= {"first": 0.95 - 0.05 * step} if optimizer == "adam" else {}
         ours.now = theirs.now = (theirs.now[0]._replace(**moved),)
@@ -93,7 +93,7 @@ def test_fused_optimizers_are_those_of_torch(optimizer: str, dtype: torch.dtype)
         torch.testing.assert_close(*parameters, rtol=2e-6, atol=1e-6)
         if dtype != torch.float32:
             assert torch.equal(copies[0], parameters[0].to(dtype))
-    assert ours.updates("p") == theirs.updates("p") == 6
+    assert ours.state("p").updates == theirs.state("p").updates == 6
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -112,8 +112,8 @@ def test_adam_goes_by_place_however_tensors_lie(lying: str, decay: float) -> Non
         torch_adam.step()
         update("p", ours, gradient if lying == "gradient" else gradient.contiguous())
         if lying == "state":
-            turned = {n: s.t().contiguous().t() for n, s in update.state("p").items()}
-            update.load("p", turned, update.updates("p"))
+            turned = {n: s.t().contiguous().t() for n, s in update.state("p").tensors.items()}
+            update.state("p").load(turned, update.state("p").updates)
         torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6, atol=1e-6)
 
 

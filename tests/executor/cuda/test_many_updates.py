@@ -137,9 +137,9 @@ def test_any_of_them_are_as_by_one_optimizer_each(
         torch.testing.assert_close(change.parameter, theirs[n], rtol=1e-5, atol=1e-6)
         if change.copy is not None:
             assert torch.equal(change.copy, change.parameter.to(change.copy.dtype))
-        assert ours.updates(change.name) == others[n].updates(change.name)
-        for name, state in ours.state(change.name).items():
-            other = others[n].state(change.name)[name]
+        assert ours.state(change.name).updates == others[n].state(change.name).updates
+        for name, state in ours.state(change.name).tensors.items():
+            other = others[n].state(change.name).tensors[name]
             torch.testing.assert_close(state, other, rtol=1e-4, atol=1e-7)
 
 
@@ -184,7 +184,7 @@ def test_numbers_of_more_parameters_than_a_launch_raises(launches: Launches) -> 
     for _ in range(2):
         update.all_of(changes)
     assert launches.names.count("count_updates") == 4
-    assert {update.updates(str(n)) for n in range(count)} == {2}
+    assert {update.state(str(n)).updates for n in range(count)} == {2}
     assert {float(change.parameter) for change in changes} == {-1.0}
 
 
@@ -219,7 +219,7 @@ def test_nothing_to_change_starts_no_update(launches: Launches) -> None:
     assert launches.names == []
     update("empty", torch.empty(0), torch.empty(0))
     assert launches.names == ["count_updates"]
-    assert update.updates("empty") == 1
+    assert update.state("empty").updates == 1
 
 
 def test_a_parameter_named_twice_is_changed_twice(launches: Launches) -> None:
@@ -231,7 +231,7 @@ def test_a_parameter_named_twice_is_changed_twice(launches: Launches) -> None:
     for gradient in given:
         by_torch("p", theirs, gradient)
     torch.testing.assert_close(ours, theirs)
-    assert update.updates("p") == 2
+    assert update.state("p").updates == 2
 
 
 def test_numbers_of_updates_stay_where_they_are(launches: Launches) -> None:
@@ -239,11 +239,11 @@ def test_numbers_of_updates_stay_where_they_are(launches: Launches) -> None:
     update = FusedAdam(Training(optimizer="adam", learning_rate=0.1))
     changes = [GradientChange(name, torch.ones(3), torch.ones(3)) for name in ("a", "b")]
     update.all_of(changes)
-    update.load("b", update.state("b"), 7)
+    update.state("b").load(update.state("b").tensors, 7)
     update.all_of(changes)
     first, second = (launches.arguments[n][0].packed["cell"][0, :2].tolist() for n in (0, 2))
     assert first == second
-    assert [update.updates(name) for name in "ab"] == [2, 8]
+    assert [update.state(name).updates for name in "ab"] == [2, 8]
 
 
 # -- clipping ------------------------------------------------------------------------------------

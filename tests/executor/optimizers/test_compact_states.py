@@ -291,7 +291,9 @@ def test_what_is_kept_is_priced(name: str) -> None:
     def held(comm: Any) -> int:
         interpreter = Interpreter(program, comm, state)
         interpreter.step(case.batch)
-        kept = [interpreter.optimizer.state(each.parameter) for each in interpreter.mine.stored]
+        kept = [
+            interpreter.optimizer.state(each.parameter).tensors for each in interpreter.mine.stored
+        ]
         return sum(tensor.nbytes for one in kept for tensor in one.values())
 
     expected = sum(

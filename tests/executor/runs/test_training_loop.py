@@ -402,12 +402,12 @@ def test_an_optimizer_goes_on_from_its_state(optimizer: str) -> None:
     for gradient in gradients[:2]:
         first("p", again, gradient)
     second = make_optimizer(training)
-    saved = {name: state.clone() for name, state in first.state("p").items()}
-    second.load("p", saved, first.updates("p"))
+    saved = {name: state.clone() for name, state in first.state("p").tensors.items()}
+    second.state("p").load(saved, first.state("p").updates)
     for gradient in gradients[2:]:
         second("p", again, gradient)
     assert torch.equal(parameter, again)
-    assert second.updates("p") == whole.updates("p") == 5
+    assert second.state("p").updates == whole.state("p").updates == 5
 
 
 def test_training_refuses_what_no_optimizer_does() -> None:
