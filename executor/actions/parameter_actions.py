@@ -22,7 +22,6 @@ from stratagem.executor.state.gradient_lists import (
     norm_of_all,
     sum_of_powers,
 )
-from stratagem.executor.state.parameter_parts import local_part
 
 
 @runs(Norm)
@@ -102,18 +101,23 @@ def update_all(instructions: Sequence[Update], rank: RankState) -> Action:
     every = [each for update in instructions for each in update.parameters]
     named = [each for each in every if each.direction is None]
     moves = [_mover(each, rank) for each in every if each.direction is not None]
-    shares = {each.parameter: u.share for u in instructions for each in u.parameters}
+    kept = {
+        each.parameter: (rank.states[each.value], update.share)
+        for update in instructions
+        for each in update.parameters
+    }
     norm = instructions[0].norm
 
     def run() -> None:
         length = None if norm is None else rank.memory.values[norm]
         inside, changes = _scale_inside(length, rank), _changes(named, rank)
-        if inside is None or rank.gradients is not None:
+        if inside is None or rank.keeps_gradients:
             for handful in handfuls(changes):
                 scaled = _scaled(handful, length, rank)
-                if rank.gradients is not None:
+                if rank.keeps_gradients:
                     for change in scaled:
-                        keep_gradient(rank, change.name, change.gradient, shares[change.name])
+                        state, share = kept[change.name]
+                        state.keep_gradient(change.gradient, share)
                 if inside is None and not rank.overflowed:
                     rank.optimizer.all_of(scaled)
         if inside is not None:
@@ -128,12 +132,13 @@ def update_all(instructions: Sequence[Update], rank: RankState) -> Action:
 def direct(instruction: Direct, rank: RankState) -> Action:
     """The action of making this rank's part of a direction."""
     values, updated, norm = rank.memory.values, instruction.updated, instruction.norm
+    state = rank.states[updated.value]
 
     def run() -> None:
-        change = _change(updated, values[updated.gradient], rank)
+        change = state.changed_by(values[updated.gradient])
         (scaled,) = _scaled([change], None if norm is None else values[norm], rank)
-        if rank.gradients is not None:
-            keep_gradient(rank, scaled.name, scaled.gradient, instruction.share)
+        if rank.keeps_gradients:
+            state.keep_gradient(scaled.gradient, instruction.share)
         if rank.overflowed:  # Others wait for a part, which nobody reads.
             values[instruction.value] = torch.zeros_like(scaled.parameter)
         else:
@@ -143,42 +148,24 @@ def direct(instruction: Direct, rank: RankState) -> Action:
     return run
 
 
-def keep_gradient(rank: RankState, parameter: str, gradient: Tensor, share: float) -> None:
-    """Note what a parameter was updated by."""
-    assert rank.gradients is not None
-    if share != 1.0:
-        gradient = rank.gradients.get(parameter, 0.0) + share * gradient
-    rank.gradients[parameter] = gradient
-
-
 def _changes(named: Sequence[Updated], rank: RankState) -> list[GradientChange]:
     """How parameters are to be changed by their gradients."""
-    return [_change(each, rank.memory.values[each.gradient], rank) for each in named]
-
-
-def _change(updated: Updated, by: Tensor, rank: RankState) -> GradientChange:
-    """What is trained in float32 is changed there, and followed by what operators use."""
-    value = rank.memory.values[updated.value]
-    master = rank.masters.get(updated.value)
-    if master is None:
-        return GradientChange(updated.parameter, value, by)
-    return GradientChange(updated.parameter, master, by, value)
+    values = rank.memory.values
+    return [rank.states[each.value].changed_by(values[each.gradient]) for each in named]
 
 
 def _mover(updated: Updated, rank: RankState) -> Callable[[], GradientChange]:
     """What makes a change of this rank's part of a matrix, by the direction of all of it."""
     direction, values = updated.direction, rank.memory.values
     assert direction is not None
-    stored = next(each for each in rank.mine.stored if each.value == updated.value)
-    training = rank.program.plan.training.for_parameter(updated.parameter)
-    settings, seat = training.newton_schulz, rank.parts.seats[stored.stage]
+    state = rank.states[updated.value]
+    settings = rank.program.plan.training.for_parameter(updated.parameter).newton_schulz
     shape = rank.program.graph.parameter_index[updated.parameter].shape
 
     def moved() -> GradientChange:
         whole = moved_by(values[direction].reshape(shape), settings)
-        part = local_part(stored, whole, seat)
-        change = _change(updated, part, rank)
-        return change._replace(gradient=part.reshape(change.parameter.shape))
+        change = state.changed_by(state.cut(whole))
+        return change._replace(gradient=change.gradient.reshape(change.parameter.shape))
 
     return moved
 

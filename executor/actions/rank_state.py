@@ -14,6 +14,7 @@ from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.optimizers.make_optimizer import Optimizer
 from stratagem.executor.program.programs import Program, RankProgram
 from stratagem.executor.state.loss_scale import LossScale
+from stratagem.executor.state.parameter_state import ParameterState
 
 
 @dataclass(eq=False)
@@ -30,9 +31,9 @@ class RankState:
         memory: values by name.
         kept: what it sends itself, by label of the message.
         batch: inputs of the whole batch of this step.
-        masters: by value, parameters that are trained in float32 and used in less.
+        states: by value, the parameters and buffers that it keeps between steps.
         overflowed: whether a gradient of this step was not finite in float16, on any rank.
-        gradients: what parameters were updated by, where that is kept.
+        keeps_gradients: whether this step keeps what parameters are updated by.
     """
 
     program: Program
@@ -44,6 +45,6 @@ class RankState:
     memory: NamedValues = field(default_factory=NamedValues)
     kept: dict[str, deque[Tensor]] = field(default_factory=dict)
     batch: Mapping[str, Tensor] = field(default_factory=dict)
-    masters: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, ParameterState] = field(default_factory=dict)
     overflowed: bool = False
-    gradients: dict[str, Tensor] | None = None
+    keeps_gradients: bool = False

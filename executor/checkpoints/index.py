@@ -31,8 +31,6 @@ INDEX_NAME = "index.json"
 INDEX_VERSION = 2
 UNSIGNED = 1
 """The version whose index had no hash of its own; it is read still."""
-PARAMETER = "parameter"
-"""The kind of the tensors that are no optimizer states."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ are made whole, brought to the model's own form, and rewritten.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 
 from stratagem.executor.checkpoints.folder import find_checkpoint
 from stratagem.executor.checkpoints.index import (
-    PARAMETER,
     CheckpointIndex,
     Course,
     SavedTensor,
@@ -31,6 +31,7 @@ from stratagem.executor.program.programs import part_shape
 from stratagem.executor.resharding.conversions import put_together
 from stratagem.executor.resharding.seats import box_shape, cut, cut_part
 from stratagem.executor.state.batch_norm_counters import as_tensors
+from stratagem.executor.state.parameter_state import PARAMETER
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.kernel_times.training import AVERAGE, WHOLE_STATES
@@ -39,13 +40,14 @@ from stratagem.simulator.sharding.tensor_parts import (
     TensorPart,
     box_elements,
     intersection,
-    part_of,
 )
 from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs
 
 if TYPE_CHECKING:
     from stratagem.executor.communication.communicator import Communicator
     from stratagem.executor.interpreter.interpreter import Interpreter
+    from stratagem.executor.program.programs import Program
+    from stratagem.executor.state.parameter_state import ParameterState
 
 
 def load_checkpoint(
@@ -117,41 +119,31 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
             another model.
     """
     program, comm = interpreter.program, interpreter.comm
-    device = program.ranks[comm.rank].device
     with Checkpoint(find_checkpoint(path), program.maps) as checkpoint:
         index = checkpoint.index
         index.check_model(program, checkpoint.folder)
         checkpoint.check_files()
         checkpoint.check_hashes(comm)
-        interpreter.restore(
-            lambda stored, part: checkpoint.part(PARAMETER, stored.parameter, stored.sizes, part)
-        )
-        states: dict[str, dict[str, Tensor]] = {}
+        states = interpreter.states
+        for state in states.values():
+            state.put(checkpoint.kept(PARAMETER, state))
+        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for kind in index.states:
-            for home in program.homes:
-                if not home.trained or home.stage not in program.ranks[comm.rank].stages:
-                    continue
-                stored, mesh = home.stored, program.mesh(home.stage, device)
-                training = program.plan.training.for_parameter(stored.parameter)
-                shape = program.graph.parameter_index[stored.parameter].shape
-                if kind not in training.states_of(shape):
-                    continue
-                part = part_of(stored.sizes, stored.placements, mesh, device)
-                if part is not None:
-                    read = (
-                        checkpoint.whole_state(kind, stored.parameter)
-                        if kind in WHOLE_STATES
-                        else checkpoint.part(kind, stored.parameter, stored.sizes, part).reshape(
-                            part_shape(stored.layout, part)
-                        )
-                    )
-                    states.setdefault(stored.parameter, {})[kind] = read.to(comm.device)
-        for name, state in states.items():
-            interpreter.optimizer.state(name).load(state, index.updates)
+            for value, state in states.items():
+                if state.trained and kind in _kinds(program, state.stored.parameter):
+                    found[value][kind] = checkpoint.kept(kind, state).to(comm.device)
+        for value, tensors in found.items():
+            states[value].optimizer.load(tensors, index.updates)
         if interpreter.scale is not None and index.scale is not None:
             interpreter.scale = index.scale
         interpreter.counters = interpreter.counters.going_on(index.course.step, index.counters)
         return index.course
+
+
+def _kinds(program: Program, name: str) -> tuple[str, ...]:
+    """What the optimizer of a parameter keeps of it."""
+    shape = program.graph.parameter_index[name].shape
+    return program.plan.training.for_parameter(name).states_of(shape)
 
 
 class Checkpoint:
@@ -229,6 +221,18 @@ class Checkpoint:
                 f"its SHA-256 is not the one that it was written with; resume from another "
                 f"checkpoint"
             )
+
+    def kept(self, kind: str, state: ParameterState) -> Tensor:
+        """What a rank keeps of a kind, in memory of its own, in the shape of its part.
+
+        Raises:
+            ValueError: when a file cannot be read.
+        """
+        stored, part = state.stored, state.part
+        if kind in WHOLE_STATES:
+            return self.whole_state(kind, stored.parameter)
+        found = self.part(kind, stored.parameter, stored.sizes, part)
+        return found.reshape(part_shape(stored.layout, part))
 
     def part(self, kind: str, name: str, sizes: tuple[int, ...], part: TensorPart) -> Tensor:
         """A part of a tensor of the graph, in memory of its own; `sizes` are those of its factors.

@@ -22,7 +22,6 @@ from stratagem.executor.checkpoints.folder import KEEP, checkpoint_path, publish
 from stratagem.executor.checkpoints.index import (
     INDEX_NAME,
     INDEX_VERSION,
-    PARAMETER,
     CheckpointIndex,
     Course,
     ShardFile,
@@ -146,21 +145,18 @@ def _own_parts(interpreter: Interpreter) -> tuple[dict[str, Tensor], int]:
     program, rank = interpreter.program, interpreter.comm.rank
     tensors: dict[str, Tensor] = {}
     updates = 0
-    for home in program.homes:
-        name = home.stored.parameter
-        for number, (holder, part) in enumerate(first_holders(program, home)):
+    for state in interpreter.states.values():
+        holders = () if state.home is None else first_holders(program, state.home)
+        for number, (holder, part) in enumerate(holders):
             if holder != rank:
                 continue
-            kept = {PARAMETER: interpreter.value(home.stored)}
-            if home.trained:
-                state = interpreter.optimizer.state(name)
-                kept |= state.tensors
-                updates = max(updates, state.updates)
-            for kind, tensor in kept.items():
+            updates = max(updates, state.optimizer.updates)
+            for kind, tensor in state.kept().items():
+                key = key_of(kind, state.stored.parameter)
                 if kind not in WHOLE_STATES:
-                    tensors[key_of(kind, name)] = tensor.reshape(part.shape).contiguous()
+                    tensors[key] = tensor.reshape(part.shape).contiguous()
                 elif number == 0:  # Every rank has all of it.
-                    tensors[key_of(kind, name)] = tensor.contiguous()
+                    tensors[key] = tensor.contiguous()
     return tensors, updates
 
 

@@ -20,20 +20,22 @@ from stratagem.executor.cuda.fused_losses import faster_on
 from stratagem.executor.interpreter.batch_loading import BatchLoader
 from stratagem.executor.interpreter.untimed_actions import untimed
 from stratagem.executor.optimizers.make_optimizer import Optimizer, make_optimizer
-from stratagem.executor.optimizers.measuring import Measuring, Placed
+from stratagem.executor.optimizers.measuring import Measuring
 from stratagem.executor.program.instructions.numbered_meshes import all_meshes
-from stratagem.executor.program.programs import LOSS, Program, Stored, part_shape
+from stratagem.executor.program.programs import LOSS, Home, Program
 from stratagem.executor.resharding.seats import mesh_groups
 from stratagem.executor.state.batch_norm_counters import counters_of
 from stratagem.executor.state.gathered_results import gather_results
 from stratagem.executor.state.loss_scale import LossScale
-from stratagem.executor.state.parameter_parts import check_state, collect, local_part, stored_part
+from stratagem.executor.state.optimizer_state import OptimizerState
+from stratagem.executor.state.parameter_parts import check_state, collect
+from stratagem.executor.state.parameter_state import ParameterState
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
 from stratagem.simulator.kernel_times.training import AVERAGE
-from stratagem.simulator.operators.operator import factors
-from stratagem.simulator.sharding.tensor_parts import TensorPart
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
-from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
+
+Chosen = Callable[[ParameterState], Tensor | None]
+"""Chooses one of the tensors of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Interpreter:
     their count while the device is waited for.
     `scale` is the loss scale of the next step in float16, None in other precisions.
     `counters` are those of batch norms, as they follow from the steps made.
+    `states` has the parameters and buffers that this rank keeps between steps, by value.
     `reads` has the inputs of the batch that it needs, which alone are brought to its device, by
     `loader`.
     `optimizer` is that of the parameters at home; its settings may be set before every step, as
@@ -92,14 +95,15 @@ class Interpreter:
             comm.prepare(mesh_groups(mesh, program.rank_of))
         self.counters = counters_of(program, state)
         whole = to_rewritten(program.maps, state)
-        self._start = {
-            each.value: local_part(each, whole[each.parameter], parts.seats[each.stage])
-            for each in self.mine.stored
-        }
         self.loader = BatchLoader(comm.device)
-        self._trained = {home.stored for home in program.homes if home.trained}
         optimizer = make_optimizer(program.plan.training, comm.device)
         self._state = RankState(program, self.mine, comm, parts, optimizer)
+        homes, values = {home.stored: home for home in program.homes}, self._state.memory.values
+        for stored in self.mine.stored:
+            seat, given = parts.seats[stored.stage], whole[stored.parameter]
+            self._state.states[stored.value] = ParameterState(
+                stored, homes.get(stored), seat, given, values, comm.device
+            )
         self.reset()
         self.reads = operator_passes.batch_inputs(program, self.mine)
         actions = [action_of(each, self._state) for each in self.mine.instructions]
@@ -111,35 +115,20 @@ class Interpreter:
 
     def reset(self) -> None:
         """Undo all training: parameters as they were given, and an optimizer without a past."""
-        for stored in self.mine.stored:
-            self._keep(stored, self._start[stored.value].clone())
         training = self.program.plan.training
-        self._state.optimizer = make_optimizer(training, self.comm.device)
-        if isinstance(self.optimizer, Measuring):
-            mine = (each for each in self.mine.stored if each in self._trained)
-            self.optimizer.learn({each.parameter: self._placed(each) for each in mine})
+        optimizer = make_optimizer(training, self.comm.device)
+        self._state.optimizer = optimizer
+        if isinstance(optimizer, Measuring):
+            optimizer.learn(each for each in self.states.values() if each.trained)
+        for each in self.states.values():
+            each.undo(optimizer.state(each.stored.parameter) if each.trained else OptimizerState())
         trains = not self.program.graph.is_forward
         self._state.scale = LossScale() if training.scales_loss and trains else None
 
-    def _placed(self, stored: Stored) -> Placed:
-        """How this rank's part of a parameter lies in it."""
-        size_of = dict(zip(factors(stored.layout), stored.sizes, strict=True))
-        groups = tuple(tuple(size_of[name] for name in group) for group in stored.layout)
-        return Placed(groups, stored_part(stored, self._state.parts.seats[stored.stage]))
-
-    def value(self, stored: Stored) -> Tensor:
-        """A parameter or buffer as this rank has it now, in float32 where it is trained so."""
-        tensor: Tensor = self._state.masters.get(
-            stored.value, self._state.memory.values[stored.value]
-        )
-        return tensor
-
-    def _keep(self, stored: Stored, part: Tensor) -> None:
-        """Take a new value for a parameter or buffer, and its float32 copy if it has one."""
-        part, dtype = part.to(self.comm.device).contiguous(), torch_dtype(stored.dtype)
-        self._state.memory.values[stored.value] = part.to(dtype)
-        if part.dtype != dtype and stored in self._trained:
-            self._state.masters[stored.value] = part
+    @property
+    def states(self) -> Mapping[str, ParameterState]:
+        """The parameters and buffers that this rank keeps, by value."""
+        return self._state.states
 
     @property
     def optimizer(self) -> Optimizer:
@@ -156,9 +145,9 @@ class Interpreter:
         self._state.scale = scale
 
     @property
-    def gradients(self) -> dict[str, Tensor] | None:
-        """This rank's part of every gradient at home, of a step that kept them."""
-        return self._state.gradients
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's part of every gradient at home, of a step that kept them; else none."""
+        return self._at_home(lambda state: state.gradient)
 
     @property
     def overflowed(self) -> bool:
@@ -177,15 +166,9 @@ class Interpreter:
 
     def held(self) -> list[Any]:
         """All that this rank holds now: tensors and tapes, with what the optimizer remembers."""
-        states = [self.optimizer.state(home.stored.parameter) for home in self.program.homes]
-        remembered = [tensor for state in states for tensor in state.tensors.values()]
-        return [*self._state.memory.everything(), *self._state.masters.values(), *remembered]
-
-    def restore(self, read: Callable[[Stored, TensorPart], Tensor]) -> None:
-        """Replace every parameter and buffer by what `read` gives of it, which is the part."""
-        for stored in self.mine.stored:
-            part = stored_part(stored, self._state.parts.seats[stored.stage])
-            self._keep(stored, read(stored, part).reshape(part_shape(stored.layout, part)))
+        there = self._state.memory.everything()
+        kept = [tensor for each in self.states.values() for tensor in each.kept().values()]
+        return [*there, *kept]
 
     def step(
         self,
@@ -201,8 +184,7 @@ class Interpreter:
         """
         clock = self.comm.clock
         mark = clock.mark
-        self._begin(batch)
-        self._state.gradients = {} if keep_gradients else None
+        self._begin(batch, keep_gradients=keep_gradients)
         marks: list[tuple[Mark, Mark]] = []
         begun: dict[int, Ending] = {}
         with torch.no_grad():
@@ -234,7 +216,6 @@ class Interpreter:
         itself, the host waits for nothing but what it must read to go on.
         """
         self._begin(batch)
-        self._state.gradients = None
         with torch.no_grad(), self.comm.clock.untimed():
             for number, action in zip(self._numbers, self._issued, strict=True):
                 self.at = number
@@ -244,8 +225,12 @@ class Interpreter:
         self.at = -1
         return self._state.memory.values.get(LOSS)
 
-    def _begin(self, batch: Mapping[str, Tensor]) -> None:
+    def _begin(self, batch: Mapping[str, Tensor], *, keep_gradients: bool = False) -> None:
         self.comm.let_go()
+        if self._state.keeps_gradients:
+            for each in self.states.values():
+                each.gradient = None
+        self._state.keeps_gradients = keep_gradients
         read = {name: tensor for name, tensor in batch.items() if name in self.reads}
         self._state.batch = {**batch, **self.loader.load(read)}
         for value in self.program.left:
@@ -259,29 +244,35 @@ class Interpreter:
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters and buffers of the model on rank 0; every rank calls this."""
-        program = self.program
-        parts = {
-            home.stored.parameter: self.value(home.stored)
-            for home in program.homes
-            if home.stage in self.mine.stages and home.stored.value in self._state.memory.values
-        }
-        return to_model(program.maps, collect(program, program.homes, parts, self.comm))
+        return self._whole(lambda state: state.tensor, self.program.homes)
+
+    def averages(self) -> dict[str, Tensor]:
+        """Whole averages of the trained parameters on rank 0; every rank calls this."""
+        return self._whole(lambda state: state.optimizer.tensors.get(AVERAGE), self._trained)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of a step that kept them, on rank 0; every rank calls this."""
+        assert self._state.keeps_gradients
+        return self._whole(lambda state: state.gradient, self._trained)
 
     def results(self) -> dict[str, Tensor]:
         """What the last step of a forward pass gave back, on rank 0; every rank calls this."""
         return gather_results(self.program, self.settled(), self.comm)
 
-    def averages(self) -> dict[str, Tensor]:
-        """Whole averages of the trained parameters on rank 0; every rank calls this."""
-        trained = tuple(home for home in self.program.homes if home.trained)
-        names = [home.stored.parameter for home in trained]
-        states = {name: self.optimizer.state(name).tensors for name in names}
-        parts = {name: state[AVERAGE] for name, state in states.items() if AVERAGE in state}
-        return to_model(self.program.maps, collect(self.program, trained, parts, self.comm))
+    @property
+    def _trained(self) -> tuple[Home, ...]:
+        return tuple(home for home in self.program.homes if home.trained)
 
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of a step that kept them, on rank 0; every rank calls this."""
-        assert self.gradients is not None
-        trained = tuple(home for home in self.program.homes if home.trained)
-        found = collect(self.program, trained, self.gradients, self.comm)
+    def _whole(self, chosen: Chosen, homes: tuple[Home, ...]) -> dict[str, Tensor]:
+        """What is `chosen` of parameters, whole and in the model's form, on rank 0."""
+        found = collect(self.program, homes, self._at_home(chosen), self.comm)
         return to_model(self.program.maps, found)
+
+    def _at_home(self, chosen: Chosen) -> dict[str, Tensor]:
+        """What is `chosen` of the parameters that are at home here, by name."""
+        found = {
+            each.stored.parameter: chosen(each)
+            for each in self.states.values()
+            if each.home is not None
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -15,7 +15,9 @@ from torch import Tensor
 from stratagem.executor.optimizers.stepping import Stepping, in_one_piece
 from stratagem.executor.program.instructions.parameter_instructions import measured_count
 from stratagem.executor.state.gradient_lists import GradientChange
+from stratagem.executor.state.parameter_state import ParameterState
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
+from stratagem.simulator.operators.operator import factors
 from stratagem.simulator.sharding.tensor_parts import Box, TensorPart, box_elements
 
 
@@ -35,6 +37,14 @@ class Placed:
 
     groups: tuple[tuple[int, ...], ...]
     part: TensorPart
+
+    @classmethod
+    def of(cls, state: ParameterState) -> Placed:
+        """How the part lies that a rank keeps."""
+        stored = state.stored
+        size_of = dict(zip(factors(stored.layout), stored.sizes, strict=True))
+        groups = tuple(tuple(size_of[name] for name in group) for group in stored.layout)
+        return cls(groups, state.part)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -98,9 +108,9 @@ class Measuring(Stepping):
         super().__init__(training)
         self._placed: dict[str, Placed] = {}
 
-    def learn(self, placed: Mapping[str, Placed]) -> None:
+    def learn(self, states: Iterable[ParameterState]) -> None:
         """How the parts of this rank lie; of others all is here."""
-        self._placed = dict(placed)
+        self._placed = {each.stored.parameter: Placed.of(each) for each in states}
 
     def placed(self, change: GradientChange) -> Placed:
         """How what is to be changed lies in its parameter."""

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from stratagem.executor.communication.communicator import Communicator, num_bytes
-from stratagem.executor.program.programs import Home, Program, Stored, part_shape
+from stratagem.executor.communication.communicator import Communicator
+from stratagem.executor.program.programs import Home, Program
 from stratagem.executor.resharding.conversions import run_transfer
-from stratagem.executor.resharding.seats import Seat, cut
 from stratagem.simulator.graph.placement import REPLICATE
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.sharding.mesh_transfers import Transfer
-from stratagem.simulator.sharding.tensor_parts import TensorPart, part_at
 from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs, torch_dtype
 
 
@@ -36,23 +34,6 @@ def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
                 f"model's state, but {parameter.shape} {parameter.dtype} in graph "
                 f"{program.graph.name!r}; pass the state of the captured model"
             )
-
-
-def stored_part(stored: Stored, seat: Seat) -> TensorPart:
-    """The part of a parameter that this rank keeps."""
-    part = part_at(stored.sizes, stored.placements, seat.mesh.shape, seat.coordinates)
-    assert part is not None, "a rank stores nothing that is pinned elsewhere"
-    return part
-
-
-def local_part(stored: Stored, whole: Tensor, seat: Seat) -> Tensor:
-    """This rank's part of a parameter: all of it, or a copy, which holds no more than the part."""
-    part = stored_part(stored, seat)
-    everything = tuple((0, size) for size in stored.sizes)
-    box = cut(whole.detach().reshape(stored.sizes), everything, part.box)
-    kept = box if part.span is None else box.reshape(-1)[slice(*part.span)]
-    mine = kept.reshape(part_shape(stored.layout, part)).contiguous()
-    return mine if mine.untyped_storage().nbytes() == num_bytes(mine) else mine.clone()
 
 
 def collect(

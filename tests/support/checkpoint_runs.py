@@ -12,8 +12,8 @@ from torch import Tensor
 from stratagem.executor.checkpoints.folder import (
     find_checkpoint,
 )
-from stratagem.executor.checkpoints.index import PARAMETER
 from stratagem.executor.checkpoints.reader import Checkpoint
+from stratagem.executor.state.parameter_state import PARAMETER
 from stratagem.executor.state.rewritten_parameters import to_model
 from stratagem.searcher.space.graph_rewrites import steps as one_step
 from stratagem.simulator.graph.models import llama

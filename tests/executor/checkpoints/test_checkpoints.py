@@ -20,12 +20,13 @@ from stratagem.executor.checkpoints.folder import (
     complete_checkpoints,
     find_checkpoint,
 )
-from stratagem.executor.checkpoints.index import INDEX_NAME, PARAMETER, Course
+from stratagem.executor.checkpoints.index import INDEX_NAME, Course
 from stratagem.executor.checkpoints.reader import Checkpoint, load_checkpoint, restore
 from stratagem.executor.checkpoints.shard_writer import save_checkpoint
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.running.execute import prepare
+from stratagem.executor.state.parameter_state import PARAMETER
 from stratagem.executor.training.learning_rates import RateSchedule
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -174,12 +175,8 @@ def test_a_rank_reads_what_it_keeps_and_no_more(
     def run(comm: Communicator) -> None:
         interpreter = Interpreter(program, comm, state)
         restore(interpreter, folder)
-        kept.extend(interpreter.value(stored).numel() for stored in interpreter.mine.stored)
-        for home in program.homes:
-            kept.extend(
-                t.numel()
-                for t in interpreter.optimizer.state(home.stored.parameter).tensors.values()
-            )
+        for each in interpreter.states.values():
+            kept.extend(tensor.numel() for tensor in each.kept().values())
 
     run_local(program.world_size, run)
     assert sum(read) == sum(kept)

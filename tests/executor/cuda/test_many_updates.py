@@ -309,8 +309,8 @@ def test_a_step_is_the_same_whoever_clips(
         interpreter.optimizer.all_of = watched  # type: ignore[method-assign,assignment]
         for _ in range(3):
             interpreter.step(case.batch, keep_gradients=seen)
-        values = {each.parameter: interpreter.value(each) for each in interpreter.mine.stored}
-        return values, interpreter.gradients or {}, scaled
+        values = {each.stored.parameter: each.tensor for each in interpreter.states.values()}
+        return values, interpreter.gradients, scaled
 
     def run() -> tuple[dict[str, Tensor], dict[str, Tensor], list[bool]]:
         return run_local(1, rank)[0]

@@ -291,10 +291,8 @@ def test_what_is_kept_is_priced(name: str) -> None:
     def held(comm: Any) -> int:
         interpreter = Interpreter(program, comm, state)
         interpreter.step(case.batch)
-        kept = [
-            interpreter.optimizer.state(each.parameter).tensors for each in interpreter.mine.stored
-        ]
-        return sum(tensor.nbytes for one in kept for tensor in one.values())
+        kept = [each.optimizer.tensors.values() for each in interpreter.states.values()]
+        return sum(tensor.nbytes for one in kept for tensor in one)
 
     expected = sum(
         training.state_bytes(math.prod(shard), parameter.shape)

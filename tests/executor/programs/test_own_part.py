@@ -26,7 +26,8 @@ def test_what_training_began_with_is_kept_in_parts(mlp: Case) -> None:
     state = model_state(mlp.model)
 
     def rank(comm: Communicator) -> int:
-        return nbytes(list(Interpreter(program, comm, state)._start.values()))
+        states = Interpreter(program, comm, state).states
+        return nbytes([each.given for each in states.values()])
 
     kept, everything = run_local(2, rank), nbytes(list(state.values()))
     assert sum(kept) == everything
@@ -39,7 +40,7 @@ def test_what_is_whole_is_shared_and_comes_back_unchanged(mlp: Case) -> None:
 
     def rank(comm: Communicator) -> dict[str, Tensor]:
         interpreter = Interpreter(program, comm, state)
-        kept = list(interpreter._start.values())
+        kept = [each.given for each in interpreter.states.values()]
         assert nbytes([*kept, *state.values()]) == nbytes(list(state.values()))
         interpreter.step(mlp.batch)
         interpreter.reset()

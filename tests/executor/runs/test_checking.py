@@ -314,7 +314,7 @@ def test_running_statistics_have_one_copy(what: str) -> None:
 MODEL = """
 import torch
 from torch import nn
-from stratagem.executor.actions import parameter_actions
+from stratagem.executor.state.parameter_state import ParameterState
 
 def build():
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
@@ -329,10 +329,10 @@ class Losing(nn.Module):
         return (self.inner(x) - y).square().mean()
 
 def broken():
-    kept = parameter_actions.keep_gradient
-    def wrong(rank, parameter, gradient, share):
-        kept(rank, parameter, gradient * (3 if "2.bias" in parameter else 1), share)
-    parameter_actions.keep_gradient = wrong
+    kept = ParameterState.keep_gradient
+    def wrong(state, gradient, share):
+        kept(state, gradient * (3 if "2.bias" in state.stored.parameter else 1), share)
+    ParameterState.keep_gradient = wrong
     return build()
 """
 

@@ -353,9 +353,7 @@ def test_both_homes_stay_equal(precision: str) -> None:
         interpreter = Interpreter(program, comm, model_state(case.model))
         for _ in range(3):
             interpreter.step(case.batch)
-        return {
-            stored.value: interpreter.value(stored).clone() for stored in interpreter.mine.stored
-        }
+        return {value: each.tensor.clone() for value, each in interpreter.states.items()}
 
     ranks = run_local(plan.num_devices, run)
     for ours, theirs in ((0, 2), (1, 3)):
