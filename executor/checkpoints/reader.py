@@ -8,7 +8,6 @@ are made whole, brought to the model's own form, and rewritten.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -124,16 +123,16 @@ def restore(interpreter: Interpreter, path: str | Path) -> Course:
         index.check_model(program, checkpoint.folder)
         checkpoint.check_files()
         checkpoint.check_hashes(comm)
-        states = interpreter.states
-        for state in states.values():
+        trained = [state for state in interpreter.states.values() if state.trained]
+        for state in interpreter.states.values():
             state.put(checkpoint.kept(PARAMETER, state))
-        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for kind in index.states:
-            for value, state in states.items():
-                if state.trained and kind in _kinds(program, state.stored.parameter):
-                    found[value][kind] = checkpoint.kept(kind, state).to(comm.device)
-        for value, tensors in found.items():
-            states[value].optimizer.load(tensors, index.updates)
+        found: list[dict[str, Tensor]] = [{} for _ in trained]
+        for kind in index.states:  # What substitutions touch is made whole one kind at a time.
+            for tensors, state in zip(found, trained, strict=True):
+                if kind in _kinds(program, state.stored.parameter):
+                    tensors[kind] = checkpoint.kept(kind, state).to(comm.device)
+        for tensors, state in zip(found, trained, strict=True):
+            state.optimizer.load(tensors, index.updates)
         if interpreter.scale is not None and index.scale is not None:
             interpreter.scale = index.scale
         interpreter.counters = interpreter.counters.going_on(index.course.step, index.counters)

@@ -78,7 +78,7 @@ class GraphedSteps:
     """The steps of one rank, which from some step on are runs of one graph.
 
     All ranks must make the same calls. Parameters must not be replaced in the meantime, by `reset`
-    or `restore`: steps that are run as a graph know them by their place.
+    or a checkpoint: steps that are run as a graph know them by their place.
 
     Example:
         >>> steps = GraphedSteps(interpreter)  # doctest: +SKIP

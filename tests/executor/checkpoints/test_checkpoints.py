@@ -144,6 +144,16 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(
     assert same(contents(tmp_path / "whole"), contents(tmp_path / "parts"))
 
 
+def test_updates_are_counted_on_where_an_optimizer_keeps_nothing_else(
+    graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    plan = replace(plan_called("zero 1", graph), training=Training(optimizer="sgd"))
+    execute(plan, graph, state, data, steps=2, checkpoint=tmp_path)
+    execute(plan, graph, state, data, steps=5, checkpoint=tmp_path, resume=tmp_path)
+    with Checkpoint(find_checkpoint(tmp_path)) as checkpoint:
+        assert (checkpoint.index.states, checkpoint.index.updates) == ((), 5)
+
+
 def test_training_goes_on_under_another_plan(
     graph: OperatorGraph, state: dict[str, Tensor], data: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
