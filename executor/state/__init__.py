@@ -1,4 +1,4 @@
-"""Parameters and their gradients, in parts.
+"""Parameters in parts, with all of them that outlives a step, and their gradients.
 
 In:      whole tensors.
 Out:     parts, updated; whole tensors again.
