@@ -21,6 +21,8 @@ from functools import partial
 import numpy as np
 
 from stratagem.searcher.space.strategies import tensor_parallel
+from stratagem.simulator.cells.cell_layouts import Cells, Layouts
+from stratagem.simulator.cells.device_cells import CellBlock, cell_block
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -35,8 +37,6 @@ from stratagem.simulator.simulation.priced_plan import (
     block_times,
     plan_model,
 )
-from stratagem.simulator.stage.cell_layouts import Cells, Layouts
-from stratagem.simulator.stage.device_cells import CellBlock, cell_block
 
 DEVICES = (8, 64, 512)
 GPUS_PER_NODE = 8

@@ -66,7 +66,7 @@ SYSTEMS = (
         "random proposals that a delta simulator judges",
         methods=("FlexFlow",),
         names=("sg.search", "sg.Space", "sg.Choice.config"),
-        lacks="plans with operators on parts of a mesh are simulated anew, not by what changes",
+        lacks="plans with operators on parts of a mesh are played anew, not by what changes",
     ),
     System(
         "Unity (Unger et al. 2022)",

@@ -17,9 +17,9 @@ from dataclasses import replace
 from stratagem.searcher.driver.budget import SettledBudget, StopReason
 from stratagem.searcher.driver.incumbent import TracePoint
 from stratagem.searcher.driver.search_course import SearchCourse
-from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused
 from stratagem.searcher.improvement.trials import Trials
+from stratagem.searcher.placement.operator_placement import OperatorPlacement
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.search_effort import Scaled
 from stratagem.searcher.space.constraints import Constraints
@@ -203,8 +203,9 @@ def try_other_forms(
             else f"not better than {format_duration(run.incumbent.time)}"
         )
         fits = "" if within(first).fits else ", which does not fit"
+        played = f"{placing.played} played, " if name is Form.PLACED else ""
         run.notes[WORDS[name]] = (
-            f"{len(found)} simulated; the best, {_described(first.plan)}, takes "
+            f"{played}{len(found)} simulated; the best, {_described(first.plan)}, takes "
             f"{format_duration(first.step_time)}{fits}: {verdict}"
         )
         run.trace.append(TracePoint(run.evaluations, WORDS[name], run.incumbent.time))

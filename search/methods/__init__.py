@@ -2,5 +2,5 @@
 
 In:      a situation and a name.
 Out:     a plan.
-Imports: methods.literature, improvement, stage_dp and below.
+Imports: methods.literature, placement, improvement, stage_dp and below.
 """

@@ -14,10 +14,10 @@ import numpy as np
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.improvement.choice_program import MOST_PARTS, IntraProgram
-from stratagem.searcher.improvement.operator_placement import OperatorPlacement
 from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.methods.literature import LITERATURE, one_stage_plan
 from stratagem.searcher.methods.simple_strategies import pipeline_plans, simulate_family
+from stratagem.searcher.placement.operator_placement import OperatorPlacement
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.search_clock import SearchClock
@@ -37,7 +37,7 @@ from stratagem.simulator.simulation.simulation import Simulation
 
 FLEXFLOW_EVALUATIONS = 20_000
 """Proposals of each of FlexFlow's chains."""
-FLEXFLOW_PLACED, FLEXFLOW_PLACED_OPERATORS = 400, 12_000
+FLEXFLOW_PLACED, FLEXFLOW_PLACED_OPERATORS = 1_600, 400_000
 """Placements on parts of meshes that FlexFlow tries: so many, or fewer of a larger model."""
 
 EXHAUSTIVE_PLANS = 200_000

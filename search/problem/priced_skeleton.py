@@ -243,7 +243,7 @@ def _check_folded(priced: PricedPipeline) -> None:
     """Refuse pins: blocks of a problem are folded, in which operators pinned apart take turns."""
     for table in priced.tables:
         for i in table.operators:
-            if table.row(i).may_pin:
+            if table.row(i).pins.any():
                 raise ValueError(
                     f"operator {priced.graph.names[i]!r} may be pinned to a part of its mesh of "
                     f"shape {table.mesh.shape}, but a problem plays all devices of a stage as "

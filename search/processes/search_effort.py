@@ -108,7 +108,7 @@ class SearchEffort:
             all chains may end beside the best plan where little fits.
         formed: simulations of other forms of plans: sliced tokens, two directions.
         formed_share: of the seconds of a budget, those that are left for other forms.
-        placed: simulations of plans with operators on parts of meshes.
+        placed: plays of plans with operators on parts of meshes.
         simpler: simpler plans that are simulated.
 
     Raises:
@@ -147,7 +147,7 @@ class SearchEffort:
     again: int = 4
     formed: Scaled = Scaled(48, 6_000)
     formed_share: float = 0.05
-    placed: Scaled = Scaled(1_000, 24_000)
+    placed: Scaled = Scaled(4_000, 800_000)
     simpler: Scaled = Scaled(64, 30_000)
 
     __repr__ = shown

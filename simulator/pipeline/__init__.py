@@ -2,5 +2,5 @@
 
 In:      stages on meshes under a schedule, a graph, choices of every operator.
 Out:     cost tables, blocks, lifetimes and crossings of all stages, the macro graph.
-Imports: plan, stage and below.
+Imports: cells, plan, stage and below.
 """

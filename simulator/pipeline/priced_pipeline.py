@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.cells.placed_stage import PlacedStage
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.resources import slowdown_of
@@ -51,8 +52,6 @@ from stratagem.simulator.schedules.macro_graph import MacroGraph, macro_graph, t
 from stratagem.simulator.schedules.weight_versions import stashing_actions, versions_kept
 from stratagem.simulator.schedules.work_kinds import NUM_KINDS, SEND, TIE
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.stage.cell_layouts import Cells, Layouts
-from stratagem.simulator.stage.device_cells import cell_block, pinned_axes
 from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 from stratagem.simulator.stage.tensor_lifetimes import Lifetimes
@@ -171,19 +170,22 @@ class PricedPipeline:
         """
         found = np.zeros((NUM_KINDS, self.macro.num_items), dtype=np.int64)
         known: dict[object, int] = {}
-        for stage, (table, blocks) in enumerate(zip(self.tables, self.blocks, strict=True)):
-            cells = Cells(table.mesh.shape, pinned_axes(table, choice))
-            layouts = Layouts(self.builders[stage], table, choice, cells)
-            own = id(blocks.pool_ns), cells, choice[list(table.operators)].tobytes()
+        for stage, placed in enumerate(self.placed):
+            blocks, operators = self.blocks[stage], self.tables[stage].operators
+            own = id(blocks.pool_ns), placed.cells, choice[list(operators)].tobytes()
             for kind in blocks.kinds:
                 if kind in self.played:
                     key = own, kind
                     if key not in known:
-                        block, last = blocks.of_kind(kind)
-                        on_cells = cell_block(blocks, block, choice, layouts, last=last)
-                        known[key] = simulate(on_cells.graph).makespan
+                        known[key] = placed.makespan(kind, choice)
                     found[kind, stage] = known[key]
         return found
+
+    @cached_property
+    def placed(self) -> tuple[PlacedStage, ...]:
+        """By stage what plays its blocks on the cells that its operators may be pinned to."""
+        stages = zip(self.builders, self.tables, self.blocks, strict=True)
+        return tuple(PlacedStage(*each) for each in stages)
 
     def step_ns(self, choice: Ints) -> int:
         """What a step takes under a choice per operator: of a whole pipeline of whole tokens."""
@@ -235,8 +237,6 @@ def price_pipeline(
         pipeline: its stages have all operators of `graph`.
         graph: what passes through it at once.
         choices: by operator of `graph`, those that it may have, legal on the mesh of its stage.
-            All that an operator has are pinned, or none: pinned readers share no conversions, and
-            whether they do is decided for the list.
         prices: of operators.
         shapes: of other graphs that pass through the same pipeline.
     """

@@ -15,7 +15,7 @@ from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.graph.image_splits import split_images
 from stratagem.simulator.graph.local_statistics import local_statistics
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.placement import REPLICATE, Pin, check_config, parse_placement
+from stratagem.simulator.graph.placement import REPLICATE, check_config, parse_placement
 from stratagem.simulator.graph.substitutions import Rewritten, Substituted, rewrite
 from stratagem.simulator.graph.token_slices import Slices, check_slices, num_slices
 from stratagem.simulator.hardware.cluster import Cluster
@@ -207,7 +207,7 @@ class Plan(SavedValue):
     def has_pins(self) -> bool:
         """Whether some operator is pinned to a part of its stage's mesh."""
         choices = (choice for stage in self.stages for choice in stage.choices.values())
-        return any(isinstance(placed, Pin) for choice in choices for placed in choice.config)
+        return any(choice.is_pinned for choice in choices)
 
     @property
     def streamed(self) -> tuple[str, ...]:

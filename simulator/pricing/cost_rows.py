@@ -11,7 +11,6 @@ from typing import TypeVar
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
-from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.sharding.choice import Choice
 
 Distinct = TypeVar("Distinct")
@@ -187,9 +186,9 @@ class OperatorRow:
         return any(choice.recompute for choice in self.choices)
 
     @cached_property
-    def may_pin(self) -> bool:
-        """Whether some choice pins the operator to a part of the mesh."""
-        return any(isinstance(p, Pin) for choice in self.choices for p in choice.config)
+    def pins(self) -> Flags:
+        """Which choices pin the operator to a part of the mesh."""
+        return np.array([choice.is_pinned for choice in self.choices])
 
     @cached_property
     def keeps(self) -> Flags:

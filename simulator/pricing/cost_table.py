@@ -471,6 +471,8 @@ class TableBuilder:
         """Numbers of what each choice of a reader needs, by `SharedBy`."""
         consumer, number = self.graph.operators[edge.consumer], self.memory.number
         alone = np.array([not shares_conversion(consumer, c, edge.slot, joined) for c in theirs])
+        pinned = np.array([choice.is_pinned for choice in theirs])
+        alone = alone | pinned
         again = np.array([choice.recompute for choice in theirs])
         gathers = np.array([choice.regather for choice in theirs]) & ~again & kept
         there = np.array([number(target) for target in targets], dtype=np.int64)
@@ -479,8 +481,8 @@ class TableBuilder:
         return (
             np.where(alone, none, there),
             none if grads is None else np.where(alone, none, back),
-            np.where(again & runs_again, there, none),
-            np.where(gathers, there, none),
+            np.where(again & runs_again & ~pinned, there, none),
+            np.where(gathers & ~pinned, there, none),
             np.where(alone | again | gathers | (not kept), none, there),
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Flag, auto
 from typing import Any, Self
 
-from stratagem.simulator.graph.placement import Config
+from stratagem.simulator.graph.placement import Config, Pin
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.sharding.pieces_and_fusion import (
     check_fusion,
@@ -82,6 +82,16 @@ class Choice:
                 "streamed with 1 chunk: one piece has nothing to stream; set chunks to 2 or more, "
                 "or streamed to false"
             )
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the operator is on a part of its mesh.
+
+        Example:
+            >>> Choice((Pin(1),)).is_pinned, Choice((), zero=1).is_pinned
+            (True, False)
+        """
+        return any(isinstance(placement, Pin) for placement in self.config)
 
     @property
     def num_products(self) -> int:

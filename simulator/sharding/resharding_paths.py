@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +86,11 @@ class ReshardingStep:
     def __str__(self) -> str:
         return f"{self.collective.value} axis {self.axis} ({self.source} → {self.target})"
 
+    def renamed(self, names: Mapping[Placement, Placement]) -> ReshardingStep:
+        """The same step between other parts of the axis."""
+        ends = names.get(self.source, self.source), names.get(self.target, self.target)
+        return ReshardingStep(self.collective, self.axis, *ends, self.elements)
+
 
 class FinishedSum(NamedTuple):
     """The last sum on the way of a tensor: its seconds, and how many elements of it a device is
@@ -139,6 +144,12 @@ class Resharder:
         if FLAT in source or FLAT in target:
             return self._flat_path(sizes, itemsize, source, target)
         pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
+        first = self._first_like(pins)
+        if first != pins:
+            there: dict[Placement, Placement] = dict(zip(pins, first, strict=True))
+            back: dict[Placement, Placement] = dict(zip(first, pins, strict=True))
+            ends = (tuple(there.get(p, p) for p in end) for end in (source, target))
+            return tuple(step.renamed(back) for step in self.path(sizes, itemsize, *ends))
         steps = self._graph(sizes, itemsize, pins).path(source, target)
         if steps is None:
             raise ValueError(
@@ -146,6 +157,19 @@ class Resharder:
                 f"for a tensor with factors {sizes} on a mesh of shape {self.shape}"
             )
         return steps
+
+    def _first_like(self, pins: Sequence[Pin]) -> tuple[Pin, ...]:
+        """The first pins that may be on the same axes as these, in the same order.
+
+        Devices along an axis are alike, so paths between other parts are these with other names.
+        """
+        taken: dict[int, int] = {}
+        found: list[Pin] = []
+        for pin in pins:
+            least = max([0, *(ways for ways in self.shape if ways <= pin.index)])
+            taken[least] = taken.get(least, least - 1) + 1
+            found.append(Pin(taken[least]))
+        return tuple(found)
 
     def _flat_path(
         self, sizes: tuple[int, ...], itemsize: int, source: Placements, target: Placements

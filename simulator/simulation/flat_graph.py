@@ -31,12 +31,12 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.cells.device_cells import cell_rivals
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 from stratagem.simulator.hardware.resources import NUM_RESOURCES
 from stratagem.simulator.schedules.work_kinds import SEND, TIE
 from stratagem.simulator.simulation.priced_plan import PlanModel, macro_durations
-from stratagem.simulator.stage.device_cells import cell_rivals
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.cells.cell_layouts import Cells, Layouts
+from stratagem.simulator.cells.device_cells import CellBlock, cell_block, pinned_axes
 from stratagem.simulator.engine.event_engine import Times, simulate
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -58,8 +60,6 @@ from stratagem.simulator.schedules.work_kinds import (
     SEND_BACK,
 )
 from stratagem.simulator.simulation.device_memory import StageTensors
-from stratagem.simulator.stage.cell_layouts import Cells, Layouts
-from stratagem.simulator.stage.device_cells import CellBlock, cell_block, pinned_axes
 from stratagem.simulator.stage.equal_stages import StageShapes
 from stratagem.simulator.stage.replica_sync import HomeTask, ReplicaHome, home_tasks, homes_block
 from stratagem.simulator.stage.stage_blocks import StageBlocks

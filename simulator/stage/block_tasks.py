@@ -299,17 +299,17 @@ class _TaskWriter:
         """
         by_maker, by_reader, once = pieces
         last, draft = len(made) - 1, now.draft
-        other = self.chains[by].get(k)
-        ahead = [] if other is None else now.converted[other][0]
+        ahead = [now.converted[other][0] for other in self.chains[by].get(k, ())]
         if by is SharedBy.BACK:
-            ahead = ahead[-1:] * len(made)
+            ahead = [tasks[-1:] * len(made) for tasks in ahead]
         if last == 0 and self.edge_row(k).is_whole:
-            return [self._converted(draft, k, by, 0, timed, [*made, *launch, *ahead])], []
+            waits = [*made, *launch, *(task for tasks in ahead for task in tasks)]
+            return [self._converted(draft, k, by, 0, timed, waits)], []
         ours: list[int] = []
         for j, task in enumerate(made):
             active = np.where(by_maker > 1, by_maker > j, (by_maker == 1) & (j == last))
             part = self._part(timed, j - len(made), active, once, by_maker == j + 1)
-            waits = [task, *launch, *ahead[j : j + 1]]
+            waits = [task, *launch, *(each for tasks in ahead for each in tasks[j : j + 1])]
             ours.append(self._converted(draft, k, by, j, part, waits))
         theirs: list[int] = []
         for j in range(int(by_reader.max())):
@@ -363,8 +363,7 @@ class _TaskWriter:
             edge, row = self.table.edges[k], self.edge_row(k)
             made = [again[edge.producer]] if edge.producer in again else []
             waits = [*made, *gate, *now.host.converts(k, SharedBy.AGAIN)]
-            other = self.chains[SharedBy.AGAIN].get(k)
-            waits += [] if other is None else [now.repeated[other]]
+            waits += [now.repeated[other] for other in self.chains[SharedBy.AGAIN].get(k, ())]
             task = self._converted(draft, k, SharedBy.AGAIN, 0, row.recompute, waits)
             now.repeated[k] = task
             before.append(task)
@@ -386,8 +385,7 @@ class _TaskWriter:
         tasks: list[int] = []
         for k in self.incoming.get(i, ()):
             edge, row = self.table.edges[k], self.edge_row(k)
-            other = self.chains[SharedBy.REGATHER].get(k)
-            ahead = [] if other is None else [now.regathered[other]]
+            ahead = [now.regathered[other] for other in self.chains[SharedBy.REGATHER].get(k, ())]
             if not row.may_regather:
                 tasks += ahead
             else:

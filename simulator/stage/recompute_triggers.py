@@ -83,15 +83,18 @@ class Releases:
 
 
 def releases_of(
-    table: CostTable, again: Triggers, regathered: Mapping[int, int], prefetch: int
+    table: CostTable,
+    again: Triggers,
+    regathered: Mapping[int, tuple[int, ...]],
+    prefetch: int,
 ) -> Releases:
     """The releases of a stage.
 
     Args:
         table: prices it.
         again: when its operators run again.
-        regathered: by edge that may be converted again, the one of the same result that is so
-            before it.
+        regathered: by edge that may be converted again, those of the same result that are so
+            before it and that it waits for.
         prefetch: how many operators with parameters ahead of its own a gather begins.
     """
     regathers = any(row.may_regather for row in table.edge_rows)
@@ -163,7 +166,7 @@ def _recomputed(
 
 def _regathered(
     table: CostTable,
-    chain: Mapping[int, int],
+    chain: Mapping[int, tuple[int, ...]],
     place: Mapping[int, int],
     waited: Mapping[int, int],
 ) -> dict[int, int]:
@@ -175,8 +178,8 @@ def _regathered(
     for k in sorted(range(len(edges)), key=lambda k: (edges[k].consumer, -k)):
         reader = edges[k].consumer
         all_wait = common.get(k, -1) & waited[reader]
-        if k in chain:
-            common[chain[k]] = common.get(chain[k], -1) & all_wait
+        for before in chain.get(k, ()):
+            common[before] = common.get(before, -1) & all_wait
         early = all_wait & (1 << max(0, place[reader] - 1)) - 1
         if early and table.edge_rows[table.edge_row_of[k]].may_regather:
             found[k] = early.bit_length() - 1

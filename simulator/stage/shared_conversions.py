@@ -16,10 +16,11 @@ and shuts then. A task or a tensor behind a gate that is shut takes nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from operator import ne
 
 import numpy as np
@@ -114,7 +115,7 @@ def neighbours(table: CostTable) -> dict[int, tuple[int, ...]]:
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for k, edge in enumerate(table.edges):
-        if not table.row(edge.consumer).may_pin:
+        if not table.row(edge.consumer).pins.all():
             groups.setdefault((edge.producer, edge.output), []).append(k)
     return {k: tuple(group) for group in groups.values() if len(group) > 1 for k in group}
 
@@ -232,27 +233,40 @@ def _makers(table: CostTable, group: Sequence[int], by: SharedBy) -> Sequence[in
     return _backwards(table, group) if by is SharedBy.REGATHER else group
 
 
-def chains_of(table: CostTable, triggers: Triggers) -> dict[SharedBy, dict[int, int]]:
-    """Of each edge that may share a conversion, the edge that is converted before it."""
+Chains = dict[SharedBy, dict[int, tuple[int, ...]]]
+"""By what edges share: of an edge, those that are converted before it and that it waits for."""
+
+
+def chains_of(table: CostTable, triggers: Triggers) -> Chains:
+    """Of each edge that may share a conversion, the edge that is converted before it.
+
+    Where some readers may be pinned, which are in no chain then, all that are: who waits for a
+    conversion waits for those before it, too, so that the others are in one chain without them
+    (see `waits_in_common`).
+    """
     groups, edges = sorted(set(neighbours(table).values())), table.edges
     when = triggers.of.get
-    found: dict[SharedBy, dict[int, int]] = {by: {} for by in SharedBy}
+    found: Chains = {by: {} for by in SharedBy}
     for group in groups:
-        found[SharedBy.THERE].update((b, a) for a, b in pairwise(group))
+        most = len(group) if any(table.row(edges[k].consumer).pins.any() for k in group) else 1
+
+        def chain(by: SharedBy, ahead: list[int], k: int, most: int = most) -> None:
+            if ahead:
+                found[by][k] = tuple(ahead[-most:])
+
         backwards = _backwards(table, group)
-        found[SharedBy.BACK].update((b, a) for a, b in pairwise(backwards))
-        again: dict[int, int] = {}
+        for by, order in ((SharedBy.THERE, group), (SharedBy.BACK, backwards)):
+            for place, k in enumerate(order):
+                chain(by, list(order[:place]), k)
+        again: dict[int, list[int]] = defaultdict(list)
         for k in group:
             trigger = when(edges[k].consumer)
-            if trigger is None:
-                continue
-            if trigger in again:
-                found[SharedBy.AGAIN][k] = again[trigger]
-            again[trigger] = k
-        gathered: int | None = None
+            if trigger is not None:
+                chain(SharedBy.AGAIN, again[trigger], k)
+                again[trigger].append(k)
+        gathered: list[int] = []
         for k in backwards:
-            if gathered is not None:
-                found[SharedBy.REGATHER][k] = gathered
+            chain(SharedBy.REGATHER, gathered, k)
             if table.edge_rows[table.edge_row_of[k]].may_regather:
-                gathered = k
+                gathered.append(k)
     return found

@@ -17,8 +17,8 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
-from stratagem.searcher.improvement.operator_placement import OperatorPlacement, pinned
 from stratagem.searcher.improvement.trials import Trials
+from stratagem.searcher.placement.operator_placement import OperatorPlacement, pinned
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation

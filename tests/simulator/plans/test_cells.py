@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.searcher.space.strategies import data_parallel, replicated
+from stratagem.simulator.cells.cell_layouts import Cells
+from stratagem.simulator.cells.device_cells import CellBlock
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.reference_engines import simulate_plain
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -33,8 +35,6 @@ from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.tensor_parts import part_of
 from stratagem.simulator.simulation.priced_plan import StageModel, block_times, plan_model
 from stratagem.simulator.simulation.simulation import simulate_model, simulate_plan
-from stratagem.simulator.stage.cell_layouts import Cells
-from stratagem.simulator.stage.device_cells import CellBlock
 from stratagem.simulator.stage.stage_blocks import Block, TaskRole
 from tests.support.cell_plans import (
     COSTS,

@@ -52,9 +52,10 @@ def test_a_choice_of_many_costs_what_it_costs_alone(name: str, seed: int, *, own
         pinned = replace(every[0], config=(Pin(0), *every[0].config[1:]))
         own_choice = plan.choice(operator.name)
         some = [own_choice, *rng.sample(every, min(2, len(every)))]
-        if any(isinstance(placed, Pin) for placed in own_choice.config):
-            some = [own_choice, pinned]
-        alike = [replace(choice, recompute=own_choice.recompute) for choice in some]
+        some += [] if operator.is_source else [pinned]
+        alike = [
+            replace(choice, recompute=own_choice.recompute, regather=False) for choice in some
+        ]
         listed.append(tuple(dict.fromkeys(alike)))
     priced = price_pipeline(pipeline_of(plan), small, listed, Prices(cells.COSTS))
     for _ in range(3):

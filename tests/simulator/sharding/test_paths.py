@@ -6,11 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stratagem.simulator.graph.placement import (
     PARTIAL,
     REPLICATE,
     Pin,
+    Placements,
     Shard,
     largest_shard,
     smallest_shard,
@@ -144,3 +147,29 @@ def test_shards_tile_a_dim(size: int, splits: tuple[int, ...]) -> None:
     lengths = [stop - start for start, stop in pieces]
     assert max(lengths) == largest_shard(size, splits)
     assert max(min(lengths), 0) == smallest_shard(size, splits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_path_between_parts_is_that_between_the_first_ones_by_other_names(
+    data: st.DataObject,
+) -> None:
+    """As the whole graph of states with these very parts has it, on meshes of unequal axes too."""
+    shape = data.draw(st.sampled_from([(4,), (4, 2), (2, 4), (3, 3), (4, 2, 2)]))
+    links = tuple(
+        AxisLink(1e-6, data.draw(st.sampled_from([1e-9, 1e-10])), False, False) for _ in shape
+    )
+    resharder, sizes = Resharder(shape, links), (8, 16)
+
+    def end() -> Placements:
+        return tuple(
+            data.draw(st.sampled_from([REPLICATE, Shard(1), *(Pin(k) for k in range(ways))]))
+            for ways in shape
+        )
+
+    source, target = end(), end()
+    pins = tuple(sorted({p for p in (*source, *target) if isinstance(p, Pin)}))
+    direct = resharder._graph(sizes, 4, pins).path(source, target)
+    found = resharder.path(sizes, 4, source, target)
+    assert list(map(str, found)) == list(map(str, direct or ()))
+    assert resharder.seconds(found, 4) == resharder.seconds(direct or (), 4)

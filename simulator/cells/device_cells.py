@@ -34,14 +34,14 @@ from itertools import pairwise
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.cells.cell_layouts import Layouts
 from stratagem.simulator.engine.task_graph import TaskGraph
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.hardware.resources import NUM_RESOURCES, RIVALS
 from stratagem.simulator.pricing.cost_table import CostTable
-from stratagem.simulator.stage.cell_layouts import Layouts
 from stratagem.simulator.stage.stage_blocks import Block, StageBlocks, TaskRole
 
-_RELEASED = (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE, TaskRole.CONVERT_AGAIN)
+RELEASED = (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE, TaskRole.CONVERT_AGAIN)
 """What a pass before releases, so that it does not take memory too early."""
 
 
@@ -201,7 +201,7 @@ class _Expansion:
         for before, (lo, hi) in enumerate(pairwise(offsets)):
             if roles[before] in (TaskRole.FORWARD, TaskRole.BACKWARD):
                 for task in self.folded.successors[lo:hi].tolist():
-                    if roles[task] in _RELEASED:
+                    if roles[task] in RELEASED:
                         release.setdefault(task, []).append(before)
         return release
 
