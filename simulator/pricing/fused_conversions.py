@@ -11,7 +11,7 @@ import numpy as np
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
 from stratagem.simulator.graph.placement import Placements, local_elements
 from stratagem.simulator.hardware.resources import COMPUTE
-from stratagem.simulator.pricing.cost_rows import PricedTime, numbered, to_ns
+from stratagem.simulator.pricing.cost_rows import PricedTime, masked, numbered, to_ns
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.resharding_paths import Resharder
 
@@ -42,7 +42,7 @@ class FusedReader:
             if choice.fused:
                 mask[:, b] = np.where(ns[:, b] > 0, mask[:, b], COMPUTE)
                 ns[:, b] = np.maximum(ns[:, b], to_ns(self.seconds(choice) / pieces))
-        return PricedTime(ns, mask)
+        return PricedTime(ns, masked(mask, ns > 0))
 
     def in_sums(
         self, forward: PricedTime, pieces: Ints, shares: SumShares
@@ -67,7 +67,7 @@ class FusedReader:
                 more = np.where(has[:, b], behind, own + self.launch(choice))
                 ns[:, b] += np.rint(more / pieces * 1e9).astype(np.int64)
                 mask[:, b] |= np.where(has[:, b], 0, COMPUTE)
-        return PricedTime(ns, mask), has
+        return PricedTime(ns, masked(mask, ns > 0)), has
 
 
 class SumShares(NamedTuple):

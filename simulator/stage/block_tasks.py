@@ -545,8 +545,11 @@ def _later(tasks: Any, by: int) -> Any:
 def _arrive(
     arrivals: Sequence[list[int]], first: list[int], tasks: tuple[list[int], list[int]]
 ) -> None:
-    """What a pass waits for: all pieces of whoever made its tensor, its own piece by piece."""
+    """What a pass waits for: all pieces of whoever made its tensor, its own piece by piece.
+
+    Of all, as the last ones are idle under choices of fewer pieces, and wait for no others.
+    """
     ours, theirs = tasks
-    first.append(ours[-1])
+    first += ours
     for arrived, task in zip(arrivals, theirs, strict=False):
         arrived.append(task)

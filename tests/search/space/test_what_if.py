@@ -7,22 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.properties.drawn import draw_plan, draw_shape
 from stratagem.searcher.methods.simple_strategies import baseline_plans
 from stratagem.searcher.problem.what_if import WhatIf
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
-from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
-from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.graph.placement import REPLICATE, Pin, Shard
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import simulate_plan
-from tests.support.plans import crossed
+from stratagem.simulator.torch_ops.capture.capture import capture
+from tests.support.plans import crossed, one_stage
 
 CLUSTER = replace(
     Cluster.preset("dgx-a100", num_nodes=1),
@@ -42,7 +44,7 @@ def plan_of(name: str, graph: OperatorGraph = GRAPH) -> Plan:
 )
 def test_every_outcome_is_that_of_the_changed_plan(name: str) -> None:
     """Random walks of proposals; step and memory as simulated from scratch, to the nanosecond."""
-    space = Space(chunks=(1, 2), fuse=True, stream=True)
+    space = Space(chunks=(1, 2, 4), fuse=True, stream=True)
     what_if = WhatIf(plan_of(name), GRAPH, space=space)
     rng = np.random.default_rng(0)
     names = [op.name for op in GRAPH.operators if len(what_if.choices(op.name)) > 1]
@@ -65,6 +67,45 @@ def test_every_outcome_is_that_of_the_changed_plan(name: str) -> None:
     what_if.reject()
     again = simulate_plan(what_if.plan, GRAPH, COSTS)
     assert what_if.now.step_time == pytest.approx(again.step_time, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_fewer_pieces_than_other_choices_have_are_waited_for(chunks: int) -> None:
+    """The last piece of a conversion was, which is idle: a reader began before those that are not,
+    and plans in two pieces seemed faster where four may be tried.
+    """
+    graph = mlp([256, 256, 256], batch=12)
+    plan = one_stage(graph, with_sum(graph, chunks=chunks), (2,))
+    simulated = simulate_plan(plan, graph, COSTS)
+    alone, among = (
+        WhatIf(plan, graph, space=Space(chunks=tried)) for tried in ((1, chunks), (1, 2, 3, 6, 12))
+    )
+    assert alone.now.step_time == pytest.approx(simulated.step_time, rel=1e-12)
+    assert among.now.step_time == pytest.approx(simulated.step_time, rel=1e-12)
+
+
+@pytest.mark.parametrize("option", ["fused", "in_sum"])
+def test_work_of_no_time_may_be_in_a_conversion_that_takes_none(option: str) -> None:
+    """It occupied the device for 0 ns, which a replay refuses."""
+    model = torch.nn.Linear(32, 8)
+    graph = capture(model, (torch.zeros(4, 32),), forward=True)
+    output = next(op.name for op in graph.operators if op.name.startswith("output"))
+    plan = one_stage(graph, {op.name: Choice((REPLICATE,)) for op in graph.operators}, (2,))
+    what_if = WhatIf(plan, graph, space=Space(fuse=True, in_sums=True))
+    choices = [c for c in what_if.choices(output) if getattr(c, option)]
+    assert choices
+    for choice in choices:
+        outcome = what_if.propose({output: choice})
+        what_if.accept()
+        simulated = simulate_plan(what_if.plan, graph, COSTS)
+        assert outcome.step_time == pytest.approx(simulated.step_time, rel=1e-12)
+
+
+def with_sum(graph: OperatorGraph, chunks: int = 1) -> dict[str, Choice]:
+    """The first layer makes a sum over two devices, in pieces; all else is whole."""
+    chosen = {op.name: Choice((REPLICATE,)) for op in graph.operators}
+    layer = next(op.name for op in graph.operators if op.kind == "linear")
+    return {**chosen, layer: Choice((Shard("in"),), chunks=chunks)}
 
 
 def test_one_operator_replays_a_few_tasks_of_its_stage() -> None:
