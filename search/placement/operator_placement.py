@@ -42,6 +42,8 @@ STARTS, SMALL, FAR = 6, 100, 4.0
 """Plans that operators are placed from, of different meshes: so many at most, of models of so many
 operators half, as all places are priced for each, and none that takes so many times the best or
 more. What placing spares may be most of a step: gradients that are summed over slow links."""
+SIMULATED = 25
+"""A plan that is simulated counts as so many that are played, as it takes about as long."""
 MOST_PLACES = 32
 """Parts of meshes up to which all are priced at once; on more, plans are simulated one by one."""
 HOT, COLD = 0.05, 0.001
@@ -230,6 +232,7 @@ class PlacesPlayed:
         priced = self._priced
         if priced is None:
             found = self._trials.simulated(placed.plan)
+            self._trials.left -= SIMULATED - 1
             return None if found is None else self._as_tried(placed, found)
         self._trials.left -= 1
         names = enumerate(self._trials.situation.graph.names)

@@ -18,7 +18,12 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.trials import Trials
-from stratagem.searcher.placement.operator_placement import OperatorPlacement, pinned
+from stratagem.searcher.placement.operator_placement import (
+    SIMULATED,
+    OperatorPlacement,
+    pinned,
+)
+from stratagem.searcher.space.choices import choices_of, with_choices
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Situation
@@ -301,3 +306,20 @@ def test_a_walk_is_the_same_with_the_same_seed() -> None:
         tried.try_all([start])
         steps.append([each.step_time for each in tried.tried])
     assert steps[0] == steps[1]
+
+
+def test_a_plan_that_gathers_again_is_placed_by_simulating_and_so_less_often() -> None:
+    graph, cluster = two_towers(depth=2), far_apart()
+    situation = Situation(graph, cluster, Training(), default_costs())
+    plan = TrainingSetup().plan(graph, cluster)
+    again = {
+        name: replace(choice, config=(Shard("out"), *choice.config[1:]), regather=True)
+        for name, choice in choices_of(plan).items()
+        if graph.operator(name).weights
+    }
+    start = situation.simulate(with_choices(plan, again))
+    played, simulated = (OperatorPlacement(trials(situation, 100)) for _ in range(2))
+    played.try_all([situation.simulate(plan)])
+    simulated.try_all([start])
+    assert simulated.tried
+    assert 1 < simulated.played <= 1 + 100 // SIMULATED < played.played
