@@ -25,14 +25,14 @@ class PlacedPlan:
     Example:
         >>> from stratagem.searcher.space.training_setup import TrainingSetup
         >>> from stratagem.simulator.graph.models import mlp
-        >>> from stratagem.simulator.graph.placement import Pin
+        >>> from stratagem.simulator.graph.placement import REPLICATE, Pin
         >>> from stratagem.simulator.hardware.cluster import Cluster
         >>> from stratagem.simulator.kernel_times.fitted_kernels import default_costs
         >>> graph, cluster = mlp([64] * 3, batch=8), Cluster.preset("dgx-a100", num_nodes=1)
         >>> plan = TrainingSetup().plan(graph, cluster)
         >>> listed = {
         ...     op.name: [plan.choice(op.name)] if op.is_source else [
-        ...         plan.choice(op.name), Choice((Pin(2),))
+        ...         plan.choice(op.name), Choice((Pin(2), REPLICATE))
         ...     ] for op in graph.operators
         ... }
         >>> placed = PlacedPlan(plan, graph, listed, Prices(default_costs()))

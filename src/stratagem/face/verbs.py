@@ -428,14 +428,14 @@ def execute(
     from stratagem.runs.process_ranks import run_processes
 
     known, where = get_args(Backend), "execute"
+    check_type(backend, str, "backend", where)
+    if backend not in known:
+        raise unknown("backend", backend, known)
     check_type(plan, Plan, "plan", where)
     check_type(model, nn.Module, "model", where)
     check_type(graph, OperatorGraph | None, "graph", where)
     check_type(checkpoint, str | Path | None, "checkpoint", where)
     check_type(resume, str | Path | None, "resume", where)
-    check_type(backend, str, "backend", where)
-    if backend not in known:
-        raise unknown("backend", backend, known)
     run = run_plan if backend == "local" else partial(run_processes, backend=backend)
     options = RunOptions(
         steps=steps,

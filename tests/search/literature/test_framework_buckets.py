@@ -28,7 +28,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import simulate_plan
 
 CLUSTER = Cluster.preset("p3.16xlarge", num_nodes=2, devices_per_node=2)
-SLOW = Cluster.preset("v100-10g", num_nodes=4, devices_per_node=1)
+SLOW = Cluster.preset("local-cpu", devices_per_node=2)
 """On which a collective an operator is most of a step."""
 ZERO = {f"DeepSpeed ZeRO-{stage}": stage for stage in (1, 2, 3)}
 TRAINING = Training("bfloat16")

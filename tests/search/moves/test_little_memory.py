@@ -17,7 +17,7 @@ from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.constraints import Space
-from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, Skeleton, stage_meshes
+from stratagem.searcher.space.skeletons import Options, Skeleton, stage_meshes
 from stratagem.searcher.space.strategies import data_parallel, with_recompute
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
@@ -60,7 +60,7 @@ def _problem() -> tuple[Problem, tuple[int, ...]]:
         cluster,
         Training(),
         default_costs(),
-        ZERO_STAGES,
+        (0, 2, 3),
         options=Options(regather=False),
     )
     return made, mesh.shape
