@@ -351,9 +351,9 @@ def _search_graph(
         except FasterInBucketsError as found:
             noted = {"buckets of gradients": f"{found}; Space(bucket_bytes=0) searches without"}
             options = replace(options, bucket_bytes=found.bucket_bytes)
-            left = budget.share(1, 0, time.monotonic() - begin)
+            budget = budget.share(1, 0, time.monotonic() - begin)
             situation.clock.until = situation.clock.brief = inf
-            run = course(options, left, found.buckets)
+            run = course(options, budget, found.buckets)
             reason = run.go(every, schedules, baselines, start)
         reason = try_other_forms(run, forms, reason, budget)
         interrupts.hold()
@@ -417,16 +417,14 @@ def _search_graph(
 
 def _of_baselines(run: SearchCourse, asked: Sequence[str]) -> dict[str, str]:
     """Methods that are no baselines, and baselines faster than all that was to be found."""
+    known_strategies = run.known_strategies
+    baselines = known_strategies.baselines
     left_out = {
-        **{
-            name: "the search ended before"
-            for name in asked
-            if name not in run.known_strategies.baselines
-        },
-        **run.known_strategies.left_out,
+        **{name: "the search ended before" for name in asked if name not in baselines},
+        **known_strategies.left_out,
     }
     notes = {f"method {name}": f"not compared: {why}" for name, why in left_out.items()}
-    for name, known in run.known_strategies.baselines.items():
+    for name, known in baselines.items():
         is_faster = known.fits and known.compared_time < run.incumbent.time
         if is_faster and known.plan.is_asynchronous:
             notes[f"{FASTER_NOTE}{name}"] = f"{known.timed_as}, {OTHERWISE}"

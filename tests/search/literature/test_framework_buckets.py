@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import pytest
 
 from stratagem.exports.deepspeed import deepspeed
 from stratagem.exports.megatron import megatron
-from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver import search as driver
+from stratagem.searcher.driver.budget import Budget, SettledBudget, StopReason
 from stratagem.searcher.driver.result import FASTER_NOTE, SearchResult
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.search_course import SearchCourse
+from stratagem.searcher.driver.starting_plans import KnownStrategies
 from stratagem.searcher.methods.literature import IN_BUCKETS, LITERATURE, screen, zero_setups
 from stratagem.searcher.methods.literature.setup_families import as_megatron_runs, megatron_setups
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline, with_buckets
 from stratagem.searcher.space.constraints import Space
+from stratagem.searcher.space.schedule_traits import Form
 from stratagem.searcher.space.situation import Method, Situation, rank
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.graph.models import gpt
@@ -196,6 +201,33 @@ def test_a_search_takes_the_buckets_of_the_fastest_baseline(
         asked = found(Space(bucket_bytes=fastest.plan.bucket_bytes))
         assert BUCKETS_NOTE not in asked.notes
         assert (asked.plan, asked.bound) == (free.plan, free.bound)
+
+
+def test_a_search_that_begins_anew_keeps_to_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes behind pipelines had all seconds once more, from when the search began anew."""
+    ends: list[float] = []
+    check = KnownStrategies.check_buckets
+
+    def late(known: KnownStrategies) -> None:
+        time.sleep(1.0)
+        check(known)
+
+    def noted(
+        run: SearchCourse, forms: tuple[Form, ...], reason: StopReason, budget: SettledBudget
+    ) -> StopReason:
+        assert budget.seconds is not None
+        ends.append(run.started + budget.seconds)
+        return reason
+
+    monkeypatch.setattr(driver, "try_other_forms", noted)
+    monkeypatch.setattr(KnownStrategies, "check_buckets", late)
+    begin = time.monotonic()
+    budget = Budget(0, 60.0, skeletons=1, bounded=0, threads=1)
+    result = search(
+        small(), SLOW, training=TRAINING, baselines=["DeepSpeed ZeRO-2"], budget=budget
+    )
+    assert BUCKETS_NOTE in result.notes
+    assert ends[0] <= begin + 60.5  # Half a second for what is made before its clock begins.
 
 
 def test_buckets_that_are_said_or_that_a_start_has_stay() -> None:
