@@ -56,11 +56,12 @@ class Incumbent:
 
     def admits(self, simulation: Simulation) -> bool:
         """Whether a plan fits, and the constraints allow it."""
-        return (
-            simulation.fits
-            and self._may_be(simulation)
-            and self._constraints.without_room(simulation) is None
-        )
+        return self._is_allowed(simulation) and self.is_option(simulation.plan)
+
+    def _is_allowed(self, simulation: Simulation) -> bool:
+        """Whether a plan fits, and the constraints allow it, be it no option."""
+        has_room = simulation.fits and self._constraints.without_room(simulation) is None
+        return has_room and not self._constraints.breaks(simulation)
 
     def _may_be(self, simulation: Simulation) -> bool:
         return not self._constraints.breaks(simulation) and self.is_option(simulation.plan)
@@ -93,10 +94,7 @@ class Incumbent:
         """The buckets of a plan that may be but for them and fits; None of any other."""
         plan = simulation.plan
         alone = self.lacks(plan) == [_in_buckets(plan)] and not plan.is_asynchronous
-        fits = simulation.fits and self._constraints.without_room(simulation) is None
-        if not alone or not fits or self._constraints.breaks(simulation):
-            return None
-        return plan.bucket_bytes
+        return plan.bucket_bytes if alone and self._is_allowed(simulation) else None
 
     def _extend_front(self, simulation: Simulation) -> None:
         devices = simulation.plan.num_devices

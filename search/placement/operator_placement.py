@@ -171,19 +171,19 @@ class _Tried:
     Attributes:
         placed: the plan.
         seconds: of a step.
-        peaks: the share of its memory that each rank takes at most; over 1 where it does not fit.
+        find_over: finds `over`.
         simulation: if it was simulated.
     """
 
     placed: _PartlyPlaced
     seconds: float
-    peaks: Callable[[], float]
+    find_over: Callable[[], float]
     simulation: Simulation | None = None
 
     @cached_property
     def over(self) -> float:
-        """The most that a rank takes of its memory."""
-        return self.peaks()
+        """The largest share of its memory that a rank takes; over 1 where it does not fit."""
+        return self.find_over()
 
     @property
     def fits(self) -> bool:
@@ -214,17 +214,15 @@ class PlacesPlayed:
         placed = _PartlyPlaced(simulation.plan, graph, _seconds(simulation))
         self._capacities = [rank.capacity for rank in trials.room(simulation).memory]
         self.start = self._as_tried(placed, simulation)
-        self._listed = {name: self._choices(placed, i) for i, name in enumerate(graph.names)}
+        listed = {name: self._choices(placed, i) for i, name in enumerate(graph.names)}
         self._number = {
-            (name, choice): k
-            for name, every in self._listed.items()
-            for k, choice in enumerate(every)
+            (name, choice): k for name, every in listed.items() for k, choice in enumerate(every)
         }
         self._priced: PlacedPlan | None = None
         if len(placed.places) <= MOST_PLACES:
             prices = Prices(trials.situation.costs, trials.situation.memory)
             with suppress(ValueError):
-                self._priced = PlacedPlan(simulation.plan, graph, self._listed, prices)
+                self._priced = PlacedPlan(simulation.plan, graph, listed, prices)
 
     def play(self, placed: _PartlyPlaced) -> _Tried | None:
         """What a step takes, and memory once that is asked for; None if it is known to be none."""

@@ -76,38 +76,41 @@ class PlacedPlan:
 
     def peaks(self, choice: Ints) -> tuple[int, ...]:
         """Bytes of each rank's fullest device, without gradients that wait for late links."""
-        nbytes = [life.bytes_under(choice) for life in self._priced.lifetimes]
-        return tuple(self._peak(rank, choice, nbytes) for rank in range(len(self._ranks)))
+        tensors = self._tensors(choice)
+        operators = [self._operators_on(stage, choice) for stage in range(len(tensors))]
+        ranks = range(len(self._ranks))
+        return tuple(self._peak(rank, tensors, operators) for rank in ranks)
 
-    def _peak(self, rank: int, choice: Ints, nbytes: Sequence[Ints]) -> int:
+    def _peak(self, rank: int, tensors: Sequence[StageTensors], operators: Sequence[Flags]) -> int:
         schedule, stages = self._priced.macro.schedule, self._ranks[rank]
-        on_cells = {stage: self._on_cells(stage, choice, nbytes[stage]) for stage in stages}
-        where = zip(
-            *(self._placed[stage].cells.of_devices.tolist() for stage in stages), strict=True
-        )
-        names, found = self._priced.graph.names, 0
-        for cells in dict.fromkeys(where):
-            tensors = {
-                stage: StageTensors(
-                    stage, self._priced.lifetimes[stage], on_cells[stage][cell], names
-                )
-                for stage, cell in zip(stages, cells, strict=True)
-            }
-            memory = device_memory(
-                tensors,
+        cells = (self._placed[stage].cells.of_devices.tolist() for stage in stages)
+        peaks = (
+            device_memory(
+                {
+                    stage: tensors[stage].on(operators[stage][cell])
+                    for stage, cell in zip(stages, where, strict=True)
+                },
                 schedule.situations[rank],
                 0,
                 split=schedule.splits_backward,
                 num_entries=len(self._placed),
-            )
-            found = max(found, memory.peak)
-        return found
+            ).peak
+            for where in dict.fromkeys(zip(*cells, strict=True))
+        )
+        return max(peaks)
 
-    def _on_cells(self, stage: int, choice: Ints, nbytes: Ints) -> Ints:
-        """[cells, tensors], what lies on each cell: where one of its two operators is."""
-        placed, life = self._placed[stage], self._priced.lifetimes[stage]
-        here: Flags = np.zeros((placed.cells.count, len(choice)), dtype=np.bool_)
+    def _tensors(self, choice: Ints) -> list[StageTensors]:
+        """By stage what it has on all of its cells together."""
+        names = self._priced.graph.names
+        return [
+            StageTensors(stage, life, life.bytes_under(choice), names)
+            for stage, life in enumerate(self._priced.lifetimes)
+        ]
+
+    def _operators_on(self, stage: int, choice: Ints) -> Flags:
+        """[cells, operators of the graph], where the operators of a stage are."""
+        placed = self._placed[stage]
+        here = np.zeros((placed.cells.count, len(choice)), dtype=np.bool_)
         for i in self._priced.tables[stage].operators:
             here[:, i] = placed.holding(i, int(choice[i]))
-        found: Ints = np.where(here[:, life.first] | here[:, life.second], nbytes, 0)
-        return found
+        return here

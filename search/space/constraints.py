@@ -73,6 +73,10 @@ class Rule:
             raise ValueError(f"rule {self.name!r} says nothing; give it choices or skeletons")
 
 
+_LISTED = ("zero_stages", "microbatches", "schedules", "recompute")
+"""Conditions that one value may be given for, or several; none would allow no plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
     """Conditions on every plan that a search may return.
@@ -134,11 +138,11 @@ class Constraints:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
+        for name in _LISTED:
             if isinstance(alone := getattr(self, name), int | str):
                 object.__setattr__(self, name, (alone,))
         check_fields(self, type(self).__name__.lower())
-        for name in ("zero_stages", "microbatches", "schedules", "recompute"):
+        for name in _LISTED:
             if getattr(self, name) == ():
                 raise ValueError(f"constraints: {name} allows nothing; name at least one")
         if min(self.microbatches or (1,)) < 1:

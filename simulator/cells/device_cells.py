@@ -27,7 +27,7 @@ the pinned axes it says that no more cells are needed than `simulate_plan` makes
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -36,12 +36,14 @@ import numpy as np
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.cells.cell_layouts import Layouts
 from stratagem.simulator.engine.task_graph import TaskGraph
-from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.graph.placement import Config, Pin
 from stratagem.simulator.hardware.resources import NUM_RESOURCES, RIVALS
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.stage.stage_blocks import Block, StageBlocks, TaskRole
 
-RELEASED = (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE, TaskRole.CONVERT_AGAIN)
+PASSES = (TaskRole.FORWARD, TaskRole.BACKWARD)
+"""What computes, in the order of a block."""
+_RELEASED = (TaskRole.GATHER, TaskRole.TIE_GATHER, TaskRole.RECOMPUTE, TaskRole.CONVERT_AGAIN)
 """What a pass before releases, so that it does not take memory too early."""
 
 
@@ -80,11 +82,32 @@ def cell_rivals(num_cells: int) -> tuple[tuple[int, int], ...]:
 def pinned_axes(table: CostTable, choices: Ints) -> tuple[int, ...]:
     """The axes of the mesh along which some operator is pinned: those that must be split."""
     configs = [table.row(i).choices[int(choices[i])].config for i in table.operators]
+    return axes_with_pins(table.mesh.shape, configs)
+
+
+def axes_with_pins(shape: Sequence[int], configs: Collection[Config]) -> tuple[int, ...]:
+    """The axes of a mesh, of more than one part, along which one of some configs pins.
+
+    Example:
+        >>> axes_with_pins((2, 1, 4), [(Pin(0), Pin(0), Shard("out"))])
+        (0,)
+    """
     return tuple(
         axis
-        for axis, ways in enumerate(table.mesh.shape)
+        for axis, ways in enumerate(shape)
         if ways > 1 and any(isinstance(config[axis], Pin) for config in configs)
     )
+
+
+def passes_that_release(block: Block) -> dict[int, list[int]]:
+    """The passes that release each gather and each recomputed task of a block, ascending."""
+    release: dict[int, list[int]] = {}
+    for before, (lo, hi) in enumerate(pairwise(block.successor_offsets.tolist())):
+        if block.roles[before] in PASSES:
+            for task in block.successors[lo:hi].tolist():
+                if block.roles[task] in _RELEASED:
+                    release.setdefault(task, []).append(before)
+    return release
 
 
 def cell_block(
@@ -175,11 +198,8 @@ class _Expansion:
         The last pass before that one which the cell has, if any, releases them in its place: they
         are never earlier than on a device that runs only what this cell does.
         """
-        roles = self.block.roles
-        passes = [
-            t for t, role in enumerate(roles) if role in (TaskRole.FORWARD, TaskRole.BACKWARD)
-        ]
-        for task, released in self._releases().items():
+        passes = [t for t, role in enumerate(self.block.roles) if role in PASSES]
+        for task, released in passes_that_release(self.block).items():
             missing = self._layout(task) >= 0
             for before in released:
                 missing &= self._layout(before) < 0
@@ -193,17 +213,6 @@ class _Expansion:
                 ours, theirs = _sharing(here, self._layout(task))
                 yield self.first[earlier] + ours, self.first[task] + theirs
                 missing &= here < 0
-
-    def _releases(self) -> dict[int, list[int]]:
-        """The passes that release each gather and each recomputed task."""
-        roles, offsets = self.block.roles, self.folded.successor_offsets.tolist()
-        release: dict[int, list[int]] = {}
-        for before, (lo, hi) in enumerate(pairwise(offsets)):
-            if roles[before] in (TaskRole.FORWARD, TaskRole.BACKWARD):
-                for task in self.folded.successors[lo:hi].tolist():
-                    if roles[task] in RELEASED:
-                        release.setdefault(task, []).append(before)
-        return release
 
     def _layout(self, task: int) -> Ints:
         return self.layouts[int(self.number[task])]

@@ -13,21 +13,20 @@ kernel plays what they say (see `engine._cell_play`):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.cells.cell_layouts import Cells, Layouts
-from stratagem.simulator.cells.device_cells import RELEASED
+from stratagem.simulator.cells.device_cells import PASSES, axes_with_pins, passes_that_release
 from stratagem.simulator.engine._cell_play import CellSpace, CellTasks, play_cells
-from stratagem.simulator.graph.placement import Pin
+from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.hardware.resources import NUM_RESOURCES, RIVALS
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.stage.stage_blocks import PAIRED, Block, StageBlocks, TaskRole
 
 _CONVERSIONS = (TaskRole.CONVERT, TaskRole.CONVERT_BACK, TaskRole.CONVERT_AGAIN)
-_PASSES = (TaskRole.FORWARD, TaskRole.BACKWARD)
 
 
 class PlacedStage:
@@ -36,7 +35,7 @@ class PlacedStage:
     Args:
         builder: priced the stage.
         table: all choices of its operators. The devices are cut into cells along all axes along
-            which one of them pins.
+            which one of them pins; without any, blocks are played as they are.
         blocks: of the stage.
 
     Attributes:
@@ -49,31 +48,26 @@ class PlacedStage:
     """
 
     def __init__(self, builder: TableBuilder, table: CostTable, blocks: StageBlocks) -> None:
-        pinned = {i: table.row(i).pins for i in table.operators}
-        may_pin = any(each.any() and not each.all() for each in pinned.values())
+        pins = {i: table.row(i).pins for i in table.operators}
+        may_pin = any(each.any() and not each.all() for each in pins.values())
         if may_pin and any(row.may_regather for row in table.edge_rows):
             raise ValueError(
                 "operators that may be pinned or not share no stage with some that gather inputs "
                 "again in backward (regather): when they do depends on the pins"
             )
-        self.cells = Cells(table.mesh.shape, _axes_pinned(table))
-        self._table, self._blocks = table, blocks
-        self._choices = np.zeros(len(table.graph.operators), dtype=np.int64)
-        self._is_inside = np.isin(np.arange(len(self._choices)), table.operators)
-        self._layouts = Layouts(builder, table, self._choices, self.cells)
-        counts = np.array([len(pinned.get(i, (0,))) for i in range(len(self._choices))])
-        self._pins = np.zeros(int(counts.sum()), dtype=np.int64)
-        self._pins_begin = np.cumsum(counts) - counts
-        for i, pins in pinned.items() if may_pin else ():
-            self._pins[self._pins_begin[i] : self._pins_begin[i] + len(pins)] = pins
-        self._distinct = np.zeros((0, self.cells.count), dtype=np.int64)
-        self.copies = np.zeros(0, dtype=np.int64)
+        configs = {choice.config for i in table.operators for choice in table.row(i).choices}
+        self.cells = Cells(table.mesh.shape, axes_with_pins(table.mesh.shape, configs))
+        self._builder, self._table, self._blocks = builder, table, blocks
         self._parts: dict[tuple[int, bool], _PlacedBlock] = {}
         self._held: dict[tuple[int, int], Flags] = {}
+        self._distinct = np.zeros((0, self.cells.count), dtype=np.int64)
+        self.copies = np.zeros(0, dtype=np.int64)
 
     def makespan(self, kind: int, choices: Ints) -> int:
         """What a block of a kind takes under choices (per operator of the graph), ns."""
         block, last = self._blocks.of_kind(kind)
+        if not self.cells.split:
+            return simulate(self._blocks.task_graph(block, choices, last=last)).makespan
         if (kind, last) not in self._parts:
             self._parts[kind, last] = _PlacedBlock(self, block, last)
         return self._parts[kind, last].makespan(choices)
@@ -85,11 +79,28 @@ class PlacedStage:
             self._held[key] = self.cells.holding(self._table.row(operator).choices[choice].config)
         return self._held[key]
 
+    @cached_property
+    def counts(self) -> Ints:
+        """How many choices each operator of the graph has; 1 of other stages."""
+        found = np.ones(len(self._table.graph.operators), dtype=np.int64)
+        for i in self._table.operators:
+            found[i] = len(self._table.row(i).choices)
+        return found
+
     def aside(self, choices: Ints) -> Ints:
         """Per operator of the graph whether it shares no conversions, as it is pinned."""
-        inside = np.where(self._is_inside, choices, 0)
-        found: Ints = self._pins[self._pins_begin + inside]
+        begin, pins = self._pins
+        found: Ints = pins[begin + np.where(self.counts > 1, choices, 0)]
         return found
+
+    @cached_property
+    def _pins(self) -> tuple[Ints, Ints]:
+        """Where the choices of each operator begin, and whether each one pins."""
+        begin = np.cumsum(self.counts) - self.counts
+        pins = np.zeros(int(self.counts.sum()), dtype=np.int64)
+        for i in self._table.operators:
+            pins[begin[i] : begin[i] + self.counts[i]] = self._table.row(i).pins
+        return begin, pins
 
     def look_up(self, block: Block, choices: Ints, *, last: bool) -> tuple[Ints, Ints]:
         """Durations and masks of all tasks of a block."""
@@ -100,6 +111,15 @@ class PlacedStage:
         self._choices[:] = choices
         return self._layouts.number(role, subject, idle=idle)
 
+    @cached_property
+    def _choices(self) -> Ints:
+        """Those that `_layouts` are asked about."""
+        return np.zeros(len(self.counts), dtype=np.int64)
+
+    @cached_property
+    def _layouts(self) -> Layouts:
+        return Layouts(self._builder, self._table, self._choices, self.cells)
+
     @property
     def distinct(self) -> Ints:
         """[layouts, cells], all that have come up."""
@@ -108,26 +128,21 @@ class PlacedStage:
             self.copies = self._distinct.max(axis=1) + 1
         return self._distinct
 
-    @property
-    def rivals(self) -> tuple[Ints, Ints]:
-        """[masks], what slows the tasks of a mask down, as bits; and by how many per mille."""
+    @cached_property
+    def rivals(self) -> Ints:
+        """[masks], the resources of a cell that slow the tasks of a mask down, as bits."""
         found = np.zeros(1 << NUM_RESOURCES, dtype=np.int64)
-        for mask in range(len(found)) if self._blocks.slowdown else ():
+        for mask in range(len(found)) if self.slowdown else ():
             for a, b in RIVALS:
                 for ours, other in ((a, b), (b, a)):
                     if mask >> ours & 1 and not mask >> other & 1:
                         found[mask] |= 1 << other
-        return found, np.array([self._blocks.slowdown])
+        return found
 
-    def widths(self, block: Block) -> tuple[Ints, Ints, Ints]:
-        """By task the two operators whose choices decide its layout, and choices of the second."""
-        paired = np.array([role in PAIRED for role in block.roles], dtype=np.bool_)
-        first = np.where(paired, block.first, block.subjects)
-        counts = np.ones(len(self._choices), dtype=np.int64)
-        for i in self._table.operators:
-            counts[i] = len(self._table.row(i).choices)
-        second = np.where(paired, block.second, first)
-        return first, second, np.where(paired, counts[second], 1) + (counts[first] << 32)
+    @property
+    def slowdown(self) -> int:
+        """By how much rivals slow each other down, per mille."""
+        return self._blocks.slowdown
 
     def readers(self, block: Block) -> Ints:
         """By task the operator that has what it converts to itself if it is pinned."""
@@ -140,38 +155,31 @@ class PlacedStage:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Waits:
-    """Which edges of a block are only some of what shares conversions, and what passes release."""
-
-    in_common: Ints
-    released: Ints
-    offsets: Ints
-    releases: Ints
-    passes: Ints
-
-
 class _PlacedBlock:
-    """One block of a stage, and the memory to play it in."""
+    """One block of a stage, and the memory to play it in.
+
+    The layout of a task is looked up by the choices of one operator, or of two, and by whether it
+    is idle; −1 is one that has not come up.
+    """
 
     def __init__(self, stage: PlacedStage, block: Block, last: bool) -> None:
         self._stage, self._block, self._last = stage, block, last
         self._readers = stage.readers(block)
-        self._waits = _waits_of(block, self._readers)
-        self._rivals = stage.rivals
-        self._first, self._second, widths = stage.widths(block)
-        self._width = widths & 0xFFFFFFFF
-        sizes = (widths >> 32) * self._width * 2
-        self._begin = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+        paired = np.array([role in PAIRED for role in block.roles], dtype=np.bool_)
+        self._first = np.where(paired, block.first, block.subjects)
+        self._second = np.where(paired, block.second, self._first)
+        self._width = np.where(paired, stage.counts[self._second], 1)
+        sizes = 2 * stage.counts[self._first] * self._width
+        self._begin = np.cumsum(sizes) - sizes
         self._known = np.full(int(sizes.sum()), -1, dtype=np.int64)
+        self._tasks = _fixed(block, self._readers, stage)
         cells, tasks = stage.cells.count, len(block.roles)
         slots = np.empty((6, tasks * cells), dtype=np.int64)
-        late = np.empty((2, max(1, len(self._waits.released) * cells)), dtype=np.int64)
-        free = np.empty((NUM_RESOURCES, cells), dtype=np.int64)
+        late = np.empty((2, max(1, len(self._tasks.released) * cells)), dtype=np.int64)
         self._space = CellSpace(
             remaining=slots[0],
             ready=slots[1],
-            free=free,
+            free=np.empty((NUM_RESOURCES, cells), dtype=np.int64),
             heap_ready=slots[2],
             heap_task=slots[3],
             stack=slots[4],
@@ -182,26 +190,16 @@ class _PlacedBlock:
 
     def makespan(self, choices: Ints) -> int:
         """What the block takes, ns."""
-        stage, block, waits = self._stage, self._block, self._waits
-        durations, masks = stage.look_up(block, choices, last=self._last)
+        stage = self._stage
+        durations, masks = stage.look_up(self._block, choices, last=self._last)
         layouts = self._numbers(choices, durations == 0)
-        rivals, slowdown = self._rivals
-        tasks = CellTasks(
-            successor_offsets=block.successor_offsets,
-            successors=block.successors,
-            in_common=waits.in_common,
+        tasks = self._tasks._replace(
             durations=durations,
             masks=masks,
             layouts=layouts,
             aside=stage.aside(choices)[self._readers],
             distinct=stage.distinct,
             copies=stage.copies,
-            released=waits.released,
-            release_offsets=waits.offsets,
-            releases=waits.releases,
-            passes=waits.passes,
-            rivals=rivals,
-            slowdown=slowdown,
         )
         found = int(play_cells(tasks, self._space))
         assert found >= 0, "some copies were never reached"
@@ -220,39 +218,36 @@ class _PlacedBlock:
         return found
 
 
-def _axes_pinned(table: CostTable) -> tuple[int, ...]:
-    """The axes of the mesh along which some choice of some operator pins."""
-    configs = {choice.config for i in table.operators for choice in table.row(i).choices}
-    return tuple(
-        axis
-        for axis, ways in enumerate(table.mesh.shape)
-        if ways > 1 and any(isinstance(config[axis], Pin) for config in configs)
-    )
-
-
-def _waits_of(block: Block, readers: Ints) -> _Waits:
-    """What edges of a block are for.
+def _fixed(block: Block, readers: Ints, stage: PlacedStage) -> CellTasks:
+    """What of a block no choices change.
 
     A conversion waits for those before it that its reader may share, and in backward the readers
     of what may be gathered again wait for that; neither is so of readers that are pinned.
     """
     roles, subjects = block.roles, block.subjects
-    before = np.repeat(np.arange(len(roles)), np.diff(block.successor_offsets))
+    before = np.repeat(np.arange(len(roles)), np.diff(block.successor_offsets)).tolist()
     in_common = np.zeros(len(before), dtype=np.int64)
-    releases: dict[int, list[int]] = {}
-    ends = zip(before.tolist(), block.successors.tolist(), strict=True)
-    for edge, (u, v) in enumerate(ends):
+    for edge, (u, v) in enumerate(zip(before, block.successors.tolist(), strict=True)):
         if roles[u] in _CONVERSIONS:
             others = roles[v] in _CONVERSIONS and subjects[u] != subjects[v]
-            again = roles[u] is TaskRole.CONVERT_AGAIN and roles[v] in _PASSES
+            again = roles[u] is TaskRole.CONVERT_AGAIN and roles[v] in PASSES
             in_common[edge] = others or (again and readers[u] != readers[v])
-        elif roles[u] in _PASSES and roles[v] in RELEASED:
-            releases.setdefault(v, []).append(u)
-    lists = list(releases.values())
-    return _Waits(
+    released = passes_that_release(block)
+    none = np.zeros(0, dtype=np.int64)
+    return CellTasks(
+        successor_offsets=block.successor_offsets,
+        successors=block.successors,
         in_common=in_common,
-        released=np.array(list(releases), dtype=np.int64),
-        offsets=np.cumsum([0, *map(len, lists)]).astype(np.int64),
-        releases=np.array([u for each in lists for u in sorted(each)], dtype=np.int64),
-        passes=np.array([t for t, role in enumerate(roles) if role in _PASSES], dtype=np.int64),
+        durations=none,
+        masks=none,
+        layouts=none,
+        aside=none,
+        distinct=none.reshape(0, 0),
+        copies=none,
+        released=np.array(list(released), dtype=np.int64),
+        release_offsets=np.cumsum([0, *map(len, released.values())]).astype(np.int64),
+        releases=np.array([u for each in released.values() for u in each], dtype=np.int64),
+        passes=np.array([t for t, role in enumerate(roles) if role in PASSES], dtype=np.int64),
+        rivals=stage.rivals,
+        slowdown=np.array([stage.slowdown]),
     )

@@ -12,7 +12,7 @@ Under ZeRO 2 and 3, gradients whose sums are not through come on top (see `Waiti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -78,6 +78,15 @@ class StageTensors:
         uses = [use is Purpose.UNSUMMED for use in self.lifetimes.uses]
         found: Flags = np.array(uses, np.bool_) & (self.lifetimes.birth == self.lifetimes.death)
         return found
+
+    def on(self, here: Flags) -> StageTensors:
+        """Those on devices that have some operators: `here` says which, of all of the graph.
+
+        A result that one reader needs lies where it is made, or where it is read.
+        """
+        life = self.lifetimes
+        lies = here[life.first] | here[life.second]
+        return replace(self, nbytes=np.where(lies, self.nbytes, 0))
 
     @property
     def state(self) -> int:

@@ -11,7 +11,6 @@ long after where links are late:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -89,26 +88,19 @@ def _on_devices(model: PlanModel, rank: int) -> list[Mapping[int, StageTensors]]
     cells = [model.stages[stage].cells.of_devices for stage in tensors]
     return [
         {
-            stage: replace(
-                own, nbytes=np.where(_lies_on(model.stages[stage], cell), own.nbytes, 0)
-            )
+            stage: own.on(_operators_on(model.stages[stage], cell))
             for (stage, own), cell in zip(tensors.items(), where, strict=True)
         }
         for where in dict.fromkeys(zip(*(each.tolist() for each in cells), strict=True))
     ]
 
 
-def _lies_on(stage: StageModel, cell: int) -> Flags:
-    """Which tensors of a stage are on a cell of its devices: where one of its two operators is.
-
-    A result that one reader needs lies where it is made, or where it is read.
-    """
-    life, row = stage.tensors.lifetimes, stage.table.row
-    here = {
-        i: bool(stage.cells.holding(row(i).choices[0].config)[cell]) for i in stage.table.operators
-    }
-    both = zip(life.first.tolist(), life.second.tolist(), strict=True)
-    return np.array([here.get(a, False) or here.get(b, False) for a, b in both], np.bool_)
+def _operators_on(stage: StageModel, cell: int) -> Flags:
+    """Which operators of the graph are on a cell of a stage's devices."""
+    here = np.zeros(len(stage.table.graph.operators), dtype=np.bool_)
+    for i in stage.table.operators:
+        here[i] = stage.cells.holding(stage.table.row(i).choices[0].config)[cell]
+    return here
 
 
 def _capacity(model: PlanModel, rank: int) -> int:

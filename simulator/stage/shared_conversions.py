@@ -242,31 +242,37 @@ def chains_of(table: CostTable, triggers: Triggers) -> Chains:
 
     Where some readers may be pinned, which are in no chain then, all that are: who waits for a
     conversion waits for those before it, too, so that the others are in one chain without them
-    (see `waits_in_common`).
+    (see `cells.placed_stage`).
     """
     groups, edges = sorted(set(neighbours(table).values())), table.edges
     when = triggers.of.get
     found: Chains = {by: {} for by in SharedBy}
     for group in groups:
-        most = len(group) if any(table.row(edges[k].consumer).pins.any() for k in group) else 1
-
-        def chain(by: SharedBy, ahead: list[int], k: int, most: int = most) -> None:
-            if ahead:
-                found[by][k] = tuple(ahead[-most:])
-
-        backwards = _backwards(table, group)
-        for by, order in ((SharedBy.THERE, group), (SharedBy.BACK, backwards)):
-            for place, k in enumerate(order):
-                chain(by, list(order[:place]), k)
-        again: dict[int, list[int]] = defaultdict(list)
+        may_pin = any(table.row(edges[k].consumer).pins.any() for k in group)
+        chained = partial(_ahead, most=len(group) if may_pin else 1)
+        backwards, again = _backwards(table, group), defaultdict[int, list[int]](list)
         for k in group:
             trigger = when(edges[k].consumer)
             if trigger is not None:
-                chain(SharedBy.AGAIN, again[trigger], k)
                 again[trigger].append(k)
-        gathered: list[int] = []
-        for k in backwards:
-            chain(SharedBy.REGATHER, gathered, k)
-            if table.edge_rows[table.edge_row_of[k]].may_regather:
-                gathered.append(k)
+        found[SharedBy.THERE] |= chained(group)
+        found[SharedBy.BACK] |= chained(backwards)
+        for alike in again.values():
+            found[SharedBy.AGAIN] |= chained(alike)
+        gathers = [table.edge_rows[table.edge_row_of[k]].may_regather for k in backwards]
+        found[SharedBy.REGATHER] |= chained(backwards, joins=gathers)
+    return found
+
+
+def _ahead(
+    order: Sequence[int], joins: Sequence[bool] | None = None, *, most: int
+) -> dict[int, tuple[int, ...]]:
+    """Of each edge of an order the last ones before it, so many at most, that join the chain."""
+    found: dict[int, tuple[int, ...]] = {}
+    ahead: list[int] = []
+    for place, k in enumerate(order):
+        if ahead:
+            found[k] = tuple(ahead[-most:])
+        if joins is None or joins[place]:
+            ahead.append(k)
     return found

@@ -271,12 +271,9 @@ class Placements:
     def _fits(self, number: Ints) -> bool:
         """Whether what is pinned to each device fits it."""
         (life,) = self._priced.lifetimes
-        nbytes = life.bytes_under(number)
+        every = StageTensors(0, life, life.bytes_under(number), self._situation.graph.names)
         for device, capacity in enumerate(self._capacities):
-            # A result that one reader needs lies where it is made, or where it is read.
-            is_here = (number == device) | self._is_source
-            here = np.where(is_here[life.first] | is_here[life.second], nbytes, 0)
-            tensors = StageTensors(0, life, here, self._situation.graph.names)
+            tensors = every.on((number == device) | self._is_source)
             if tensors.state + max(tensors.peak(0), tensors.peak(1)) > capacity:
                 return False
         return True
