@@ -89,8 +89,8 @@ def axes_with_pins(shape: Sequence[int], configs: Collection[Config]) -> tuple[i
     """The axes of a mesh, of more than one part, along which one of some configs pins.
 
     Example:
-        >>> axes_with_pins((2, 1, 4), [(Pin(0), Pin(0), Shard("out"))])
-        (0,)
+        >>> axes_with_pins((2, 1, 4), [(Pin(0), Pin(0), Pin(2)), (Pin(0), Pin(0), Pin(1))])
+        (0, 2)
     """
     return tuple(
         axis
