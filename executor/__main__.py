@@ -37,7 +37,8 @@ from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
 from stratagem.executor.running.torch_reference import reference_of
 from stratagem.executor.running.world import default_backend, process_rank
-from stratagem.executor.state.parameter_parts import model_state
+from stratagem.executor.state.parameter_parts import check_state
+from stratagem.executor.state.weight_files import fill, samples_of, starting_state
 from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.training_loop import check_equal, first_step, train
 from stratagem.executor.watching.watch import Watch
@@ -55,9 +56,10 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
     if request.check:
         reference_of(plan, plan.rewrite(graph).graph)  # Refused here where there is none.
     check_world(program, comm.world_size)
-    state = model_state(model)
+    state = starting_state(model, request.weights)
+    check_state(program, state)
     place.enter(-1, "comparing the models of all ranks", waits=True, slow=True)
-    check_equal(state, comm, "parameters to start from", _SAME_MODEL)
+    check_equal(samples_of(state), comm, "parameters to start from", _SAME_MODEL)
     elsewhere = provenance_of(comm, plan.training.formats.kernels).elsewhere(plan)
     if elsewhere and comm.rank == 0:
         warnings.warn(elsewhere, stacklevel=2)
@@ -86,6 +88,8 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
         interpreter.reset()
         place.enter(-1, "comparing with one device", slow=True)
         if comm.rank == 0:
+            if request.weights is not None:
+                fill(model, starting_state(model, request.weights))
             verdict = judge(model, {k: first[k] for k in example}, checked, plan, graph)
     del model
     told = comm.rank == program.loss_rank and request.status is None
@@ -100,7 +104,7 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
 
 _SAME_MODEL = (
     "the model function must make the same model in every process (torch is seeded before it is "
-    "called)"
+    "called), and weights be the same files on all machines"
 )
 
 

@@ -30,9 +30,10 @@ from stratagem.executor.state.loss_scale import LossScale
 from stratagem.executor.state.optimizer_state import OptimizerState
 from stratagem.executor.state.parameter_parts import check_state, collect
 from stratagem.executor.state.parameter_state import ParameterState
-from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
+from stratagem.executor.state.rewritten_parameters import as_rewritten, to_model
 from stratagem.simulator.kernel_times.training import AVERAGE
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
+from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
 Chosen = Callable[[ParameterState], Tensor | None]
 """Chooses one of the tensors of a parameter."""
@@ -74,7 +75,8 @@ class Interpreter:
     Args:
         program: from `lower`.
         comm: its rank says which part of the program this is; `prepare` is called here.
-        state: whole parameters and buffers of the model, by name; only this rank's part is kept.
+        state: whole parameters and buffers of the model, by name; only this rank's part is kept,
+            and they are asked for one after another (see `weight_files`).
 
     Raises:
         ValueError: when `state` does not fit the model.
@@ -94,15 +96,16 @@ class Interpreter:
         for mesh in all_meshes(program.plan):
             comm.prepare(mesh_groups(mesh, program.rank_of))
         self.counters = counters_of(program, state)
-        whole = to_rewritten(program.maps, state)
+        whole = as_rewritten(program.maps, state)
         self.loader = BatchLoader(comm.device)
         optimizer = make_optimizer(program.plan.training, comm.device)
         self._state = RankState(program, self.mine, comm, parts, optimizer)
         homes, values = {home.stored: home for home in program.homes}, self._state.memory.values
         for stored in self.mine.stored:
             seat, given = parts.seats[stored.stage], whole[stored.parameter]
+            dtype = torch_dtype(program.graph.parameter_index[stored.parameter].dtype)
             self._state.states[stored.value] = ParameterState(
-                stored, homes.get(stored), seat, given, values, comm.device
+                stored, homes.get(stored), seat, given, dtype, values, comm.device
             )
         self.reset()
         self.reads = operator_passes.batch_inputs(program, self.mine)

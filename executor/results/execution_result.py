@@ -91,12 +91,14 @@ class ExecutionResult(SavedValue):
         """Whole parameters and buffers after the steps, by name.
 
         Raises:
-            ValueError: of a loaded result, whose file has none.
+            ValueError: of a loaded result, whose file has none, or of a run that did not bring
+                them together.
         """
         if self.whole_parameters is None:
             raise ValueError(
-                f"the result file of plan {self.plan!r} has no parameters; load a checkpoint of "
-                "the run: sg.load_checkpoint(folder)"
+                f"the result of plan {self.plan!r} has no parameters, as it was loaded from a "
+                "file or came of parameters=False; load a checkpoint of the run: "
+                "sg.load_checkpoint(folder)"
             )
         return self.whole_parameters
 

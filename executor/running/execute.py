@@ -42,6 +42,7 @@ def execute(
     steps: int = 1,
     warmup: int = 0,
     gradients: bool = False,
+    parameters: bool = True,
     rate: Rate | None = None,
     checkpoint: str | Path | None = None,
     every: int = 0,
@@ -68,11 +69,12 @@ def execute(
     Args:
         plan: for `graph`.
         graph: from `capture`.
-        model_state: whole parameters and buffers, by name; it is not changed.
+        model_state: whole parameters and buffers, by name; it is not changed. See `model_state`,
+            and `weight_files` for what lies in files.
         data: the inputs of the whole batch, by name, the same for every step; or an iterable of
             such batches, which gives the same ones on every rank.
-        steps, warmup, gradients, rate, checkpoint, every, resume, keep, finite, memory,
-            cuda_graph: how the run goes, see `RunOptions`.
+        steps, warmup, gradients, parameters, rate, checkpoint, every, resume, keep, finite,
+            memory, cuda_graph: how the run goes, see `RunOptions`.
         backend: ``local`` runs all ranks as threads of this process; ``gloo`` and ``nccl`` make
             this process one rank of a world that torchrun started (see `launch`), on a CPU or on
             the GPU of its local rank.
@@ -99,6 +101,7 @@ def execute(
         steps=steps,
         warmup=warmup,
         gradients=gradients,
+        parameters=parameters,
         rate=rate or RateSchedule(),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         every=every,

@@ -80,6 +80,7 @@ def launch(
         asked = replace(
             request,
             plan=_resolved(request.plan),
+            weights=_resolved(request.weights),
             checkpoint=_resolved(request.checkpoint),
             resume=_resolved(resume),
             outputs=_resolved(request.outputs),

@@ -27,6 +27,9 @@ class RunRequest(RunSettings):
     Attributes:
         plan: plan file.
         model: ``module:function``; the function returns (model, dict of example inputs).
+        weights: a file of safetensors, or a folder of them, that has the model's parameters and
+            buffers; ranks read their parts of it (see `weight_files`), so that the function may
+            build a model without values. The model's own when left out.
         data: ``module:function``; the function returns an iterable of batches, the same on every
             rank. The example inputs are the batch of every step when left out.
         rate: ``constant``, ``linear`` or ``cosine``, or ``module:function`` of the step from 0,
@@ -37,6 +40,8 @@ class RunRequest(RunSettings):
         limits: how long ranks wait for one another.
         out: file for the result.
         outputs: file for what a forward pass gives back in the last step (safetensors).
+        parameters: whether to bring the parameters together, of which the file of a result has
+            none.
         status: file to keep progress in, instead of showing it.
 
     Raises:
@@ -45,6 +50,7 @@ class RunRequest(RunSettings):
 
     plan: Path
     model: str
+    weights: Path | None = None
     data: str | None = None
     rate: str = "constant"
     rate_warmup: int = 0
@@ -53,6 +59,7 @@ class RunRequest(RunSettings):
     limits: Limits = field(default_factory=Limits)
     out: Path | None = None
     outputs: Path | None = None
+    parameters: bool = False
     status: Path | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +106,7 @@ class RunRequest(RunSettings):
 
 FLAGS = {
     "model": "module:function; returns (model, inputs)",
+    "weights": "safetensors, or a folder of them: what the model's parameters are at first",
     "data": "module:function; returns an iterable of batches, the same on every rank",
     "steps": "training steps, all in all",
     "warmup": "steps to run and undo first",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from stratagem.executor.communication.communicator import Communicator
@@ -27,13 +28,34 @@ def check_state(program: Program, state: Mapping[str, Tensor]) -> None:
                 f"the model's state has no {parameter.name!r}, which graph "
                 f"{program.graph.name!r} uses; pass model_state(model) of the captured model"
             )
-        given = state[parameter.name]
-        if (tuple(given.shape), given.dtype) != (parameter.shape, torch_dtype(parameter.dtype)):
+        given, dtype = state[parameter.name], torch_dtype(parameter.dtype)
+        check_values({parameter.name: given})
+        if tuple(given.shape) != parameter.shape or not _is_exact(given.dtype, dtype):
             raise ValueError(
                 f"parameter {parameter.name!r} is {tuple(given.shape)} {given.dtype} in the "
                 f"model's state, but {parameter.shape} {parameter.dtype} in graph "
                 f"{program.graph.name!r}; pass the state of the captured model"
             )
+
+
+def check_values(state: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of a model that was built without values.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} of the model has no values: it is on the meta device; give weights=, a "
+                "file or folder of safetensors that has them, or build it on the CPU"
+            )
+
+
+def _is_exact(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers are of a dtype, or become so without rounding: files may have less."""
+    both_float = given.is_floating_point and wanted.is_floating_point
+    return given == wanted or (both_float and torch.promote_types(given, wanted) == wanted)
 
 
 def collect(
@@ -68,12 +90,14 @@ def collect(
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of a model by name, also buffers that `state_dict` leaves out.
 
-    They are on the CPU, wherever the model is: each rank takes its part to its own device. Complex
-    numbers are pairs of real ones, as `torch.view_as_real` shows them.
+    They are on the CPU, wherever the model is: each rank takes its part to its own device. Those
+    of a model that has no values stay on the meta device. Complex numbers are pairs of real ones,
+    as `torch.view_as_real` shows them.
 
     Example:
         >>> sorted(model_state(nn.Linear(2, 1)))
         ['bias', 'weight']
     """
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    return {name: as_pairs(tensor.detach().cpu()) for name, tensor in named.items()}
+    given = {name: each.detach() for name, each in named.items()}
+    return {name: as_pairs(each if each.is_meta else each.cpu()) for name, each in given.items()}

@@ -40,6 +40,7 @@ class ParameterState:
         home: what makes it the authoritative one; None for a copy that only operators read.
         seat: of this rank on the stage's mesh.
         whole: all of the parameter, which is not changed.
+        dtype: of the model's parameter; `whole` may be of one with fewer numbers.
         values: this rank's, by name, where operators read it, and may put another in its place.
         device: this rank's.
 
@@ -57,6 +58,7 @@ class ParameterState:
         home: Home | None,
         seat: Seat,
         whole: Tensor,
+        dtype: torch.dtype,
         values: dict[str, Any],
         device: torch.device,
     ) -> None:
@@ -64,7 +66,7 @@ class ParameterState:
         assert part is not None, "a rank stores nothing that is pinned elsewhere"
         self.stored, self.home, self.part = stored, home, part
         self._values, self._device = values, device
-        self.given = self.cut(whole)
+        self.given = self.cut(whole).to(dtype)
         self.master: Tensor | None = None
         self.optimizer = OptimizerState()
         self.gradient: Tensor | None = None

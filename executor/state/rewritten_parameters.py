@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 
+import torch
 from torch import Tensor
 
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap, ParameterPart, Side
@@ -24,10 +26,21 @@ def to_rewritten(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) ->
 
     A parameter that consists of tensors which are not given is left out.
     """
-    found = dict(tensors)
+    return dict(as_rewritten(maps, tensors))
+
+
+def as_rewritten(
+    maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Like `to_rewritten`, each made when it is asked for: all of a large model fit nowhere.
+
+    Example:
+        >>> as_rewritten([], {"b": torch.eye(2)})["b"].shape
+        torch.Size([2, 2])
+    """
     for each in maps:
-        found = _moved(each, found)
-    return found
+        tensors = _ChangedParameters(each, tensors)
+    return tensors
 
 
 def to_model(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,20 +48,40 @@ def to_model(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) -> dic
     return to_rewritten([each.back for each in reversed(maps)], tensors)
 
 
-def _moved(change: ParameterMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    gone = {each.name for each in change.removed}
-    found = {name: tensor for name, tensor in tensors.items() if name not in gone}
-    for new in change.added:
-        parts = change.made_of[new.name]
-        if all(part.old.parameter in tensors for part in parts):
-            found[new.name] = _joined(parts, tensors).reshape(new.shape)
-    return found
+class _ChangedParameters(Mapping[str, Tensor]):
+    """Tensors before a change by name as those behind it."""
+
+    def __init__(self, change: ParameterMap, tensors: Mapping[str, Tensor]) -> None:
+        gone = {each.name for each in change.removed}
+        self._tensors, self._parts = tensors, change.made_of
+        self._made = {
+            new.name: new.shape
+            for new in change.added
+            if all(part.old.parameter in tensors for part in change.made_of[new.name])
+        }
+        left = (name for name in tensors if name not in gone)
+        self._names = dict.fromkeys([*left, *self._made])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._made:
+            return _joined(self._parts[name], self._tensors).reshape(self._made[name])
+        if name not in self._names:
+            raise KeyError(name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _joined(parts: Sequence[ParameterPart], tensors: Mapping[str, Tensor]) -> Tensor:
-    made = tensors[parts[0].old.parameter].new_empty(parts[0].new.sizes)
+    old = {part.old.parameter: tensors[part.old.parameter] for part in parts}
+    dtype = reduce(torch.promote_types, (each.dtype for each in old.values()))
+    made = next(iter(old.values())).new_empty(parts[0].new.sizes, dtype=dtype)
     for part in parts:
-        given = _cut(tensors[part.old.parameter], part.old)
+        given = _cut(old[part.old.parameter], part.old)
         _cut(made, part.new).copy_(given.reshape(part.new.shape))
     return made
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.executor.state.parameter_parts import check_values
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.torch_ops.kernels.step_programs import torch_dtype
 
@@ -65,6 +66,7 @@ class Batches:
         self._seed = seed
         inputs = {given.name for given in graph.inputs}
         self._buffers = {k: v for k, v in (buffers or {}).items() if k in inputs}
+        check_values(self._buffers)
         self._lock = threading.Lock()
         self._drawn: tuple[int, Batch] | None = None
         self._epoch, self._taken = 0, 0

@@ -74,6 +74,8 @@ class RunSettings:
         steps: training steps in all, those that a checkpoint had made counted.
         warmup: steps to run and undo before, so that the measured ones are not the first.
         gradients: whether to bring the gradients of the last step together.
+        parameters: whether to bring the parameters together behind the last step, which takes the
+            memory of a process for all of them; a checkpoint takes no more than a rank's part.
         checkpoint: folder for checkpoints; None writes none.
         every: steps between two checkpoints; 0 writes one after the last step only.
         resume: a checkpoint, or a folder of checkpoints with the last finite one, to go on from.
@@ -93,6 +95,7 @@ class RunSettings:
     steps: int = 1
     warmup: int = 0
     gradients: bool = False
+    parameters: bool = True
     checkpoint: Path | None = None
     every: int = 0
     resume: Path | None = None
@@ -289,7 +292,7 @@ def _train(
             save_checkpoint(interpreter, options.checkpoint, course, loss=found, keep=options.keep)
     place.enter(options.steps - 1, "bringing results together", slow=True)
     times, spent = _slowest(durations, comm), _slowest(walls, comm)
-    result = _result(interpreter, losses, times, timed, start, gradients=options.gradients)
+    result = _result(interpreter, losses, times, timed, start, options)
     peaks = _of_all(most_held, comm) if options.memory else ()
     return replace(
         result,
@@ -501,17 +504,18 @@ def _result(
     times: tuple[float, ...],
     timed: deque[tuple[int, StepRecord]],
     start: int,
-    *,
-    gradients: bool,
+    options: RunSettings,
 ) -> ExecutionResult:
     comm, program = interpreter.comm, interpreter.program
     middle = median_index(tuple(times[number] for number, _ in timed))
     spans = _spans(interpreter, timed[middle][1])
     trains = not program.graph.is_forward
-    parameters = interpreter.parameters() if trains else {}
-    if comm.rank == 0 and trains:
+    parameters = averages = None
+    if options.parameters:
+        parameters = interpreter.parameters() if trains else {}
+        averages = interpreter.averages() if program.plan.training.average else None
+    if comm.rank == 0 and trains and parameters is not None:
         parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
-    averages = interpreter.averages() if program.plan.training.average else None
     return ExecutionResult(
         plan=program.plan.name,
         losses=_shared(losses, program, comm) if trains else (),
@@ -520,7 +524,7 @@ def _result(
         whole_parameters=parameters,
         whole_averages=averages,
         provenance=provenance_of(comm, program.plan.training.formats.kernels),
-        gradients=interpreter.whole_gradients() if gradients else None,
+        gradients=interpreter.whole_gradients() if options.gradients else None,
         first_step=start,
         outputs=None if trains else interpreter.results(),
     )

@@ -1,9 +1,9 @@
-"""Misspelt names: one error that says what there is, and what was perhaps meant."""
+"""Names in errors: what there is, what was perhaps meant, and the first few of many."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MOST_NAMES = 40
 """Names that an error lists; of more it lists the nearest."""
@@ -38,6 +38,17 @@ def unknown(
         listed = f"; there are {', '.join(names)}" if names else "; there are none"
     message = f"{f'{where}: ' if where else ''}no {what} {name!r}{meant}{listed}"
     return ValueError(f"{message}. {hint}" if hint else message)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names as an error quotes them, and how many more there are.
+
+    Example:
+        >>> print(few(["a", "b", "c"], 2))
+        'a', 'b' and 1 more
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:

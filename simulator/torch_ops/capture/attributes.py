@@ -64,6 +64,48 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
             hooks.update(had)
 
 
+@contextmanager
+def all_without_values(model: nn.Module) -> Iterator[None]:
+    """Until its end, a model of which some tensors are on the meta device has all of them there.
+
+    Its buffers may be kept apart, as files of weights lack those that are computed.
+    """
+    held = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+    if not any(each.is_meta for each in held.values()):
+        yield
+        return
+    empty = {
+        key: each if each.is_meta else like(each, each.detach().to("meta"))
+        for key, each in held.items()
+    }
+    put_tensors(model, empty)
+    try:
+        yield
+    finally:
+        put_tensors(model, {id(empty[key]): each for key, each in held.items()})
+
+
+def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values in another place, as the parameter or buffer that a tensor is.
+
+    Example:
+        >>> like(nn.Parameter(torch.zeros(2), requires_grad=False), torch.ones(2))
+        Parameter containing:
+        tensor([1., 1.])
+    """
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values
+
+
+def put_tensors(model: nn.Module, others: Mapping[int, torch.Tensor]) -> None:
+    """Give a model other tensors, by the `id` of each that it has; what is shared stays so."""
+    for module in model.modules():
+        kinds: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for kind in kinds:
+            kind.update({name: others.get(id(each), each) for name, each in kind.items()})
+
+
 def words_changed(before: Kept, after: Kept) -> list[str]:
     """Which numbers and words are others, or new."""
     return [

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from stratagem.simulator.torch_ops.capture.attributes import (
     Kept,
+    all_without_values,
     hooks_kept,
     kept,
     put_back,
@@ -74,7 +75,7 @@ def export(
     """
     _check_norms(model, name, prefix)
     _check_hooks(model, name, prefix)
-    with hooks_kept(model):
+    with hooks_kept(model), all_without_values(model):
         return _exported(model, given, name, prefix, named_results if forward else _scalars)
 
 

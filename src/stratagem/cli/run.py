@@ -45,6 +45,13 @@ def run(
         str | None,
         typer.Option(help="module:function returning batches, the same on every rank"),
     ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="safetensors, or a folder of them, with the model's parameters; ranks read their "
+            "parts, and the function may return a model on torch's meta device"
+        ),
+    ] = None,
     rate: Annotated[
         str,
         typer.Option(help="learning rate: constant, linear, cosine, or module:function"),
@@ -109,13 +116,14 @@ def run(
     chosen = next((known for known in PROCESS_BACKENDS if known == backend), None)
     if backend is not None and chosen is None:
         raise unknown("backend", backend, PROCESS_BACKENDS)
-    check_outputs(out, outputs, read=(plan,))
+    check_outputs(out, outputs, read=(plan, weights))
     request = RunRequest(
         plan=plan,
         model=model,
         steps=steps,
         warmup=warmup,
         check=check,
+        weights=weights,
         data=data,
         rate=rate,
         rate_warmup=rate_warmup,

@@ -364,6 +364,8 @@ def execute(
     steps: int = 1,
     warmup: int = 0,
     gradients: bool = False,
+    parameters: bool = True,
+    weights: str | Path | None = None,
     rate: Rate | None = None,
     checkpoint: str | Path | None = None,
     every: int = 0,
@@ -395,6 +397,11 @@ def execute(
         steps: how many to run, those before a checkpoint to go on from counted.
         warmup: steps to run and undo before, so that the measured ones are not the first.
         gradients: whether to bring the gradients of the last step together.
+        parameters: whether to bring the parameters together behind the last step; of a model that
+            no process has the memory for, a checkpoint has them.
+        weights: a file of safetensors, or a folder of them, that has the model's parameters and
+            buffers, under the names of its ``state_dict``: ranks read their parts of it, so that
+            the model may be one without values (``torch.device("meta")``).
         rate: what the plan's learning rate is multiplied by at each step, such as a
             `RateSchedule` or a function of the step from 0; 1 when left out.
         checkpoint: folder for checkpoints; none are written when left out.
@@ -413,7 +420,8 @@ def execute(
 
     Raises:
         ValueError: when the plan is not for this model, batch and sequence length, or cannot be
-            executed; a batch or a checkpoint does not fit, or is damaged; on an unknown backend.
+            executed; a batch, weights or a checkpoint do not fit, or are damaged; when a parameter
+            has no values; on an unknown backend.
         RuntimeError: when CUDA, CuPy, NCCL or a GPU is missing for ``nccl``; when a rank fails,
             says which and where it was.
     """
@@ -421,7 +429,7 @@ def execute(
 
     from stratagem.executor.running.execute import run_plan
     from stratagem.executor.running.planned_graph import planned_graph
-    from stratagem.executor.state.parameter_parts import model_state
+    from stratagem.executor.state.weight_files import starting_state
     from stratagem.executor.training.batches import first_batch
     from stratagem.executor.training.learning_rates import RateSchedule
     from stratagem.executor.training.training_loop import RunOptions
@@ -436,11 +444,13 @@ def execute(
     check_type(graph, OperatorGraph | None, "graph", where)
     check_type(checkpoint, str | Path | None, "checkpoint", where)
     check_type(resume, str | Path | None, "resume", where)
+    check_type(weights, str | Path | None, "weights", where)
     run = run_plan if backend == "local" else partial(run_processes, backend=backend)
     options = RunOptions(
         steps=steps,
         warmup=warmup,
         gradients=gradients,
+        parameters=parameters,
         rate=rate or RateSchedule(),
         checkpoint=None if checkpoint is None else Path(checkpoint),
         every=every,
@@ -459,7 +469,8 @@ def execute(
             stacklevel=2,
         )
     with progress_bar(enabled=steps > 1 and progress) as show:
-        result = run(plan, used, model_state(model), data, options, show=show)
+        state = starting_state(model, weights)
+        result = run(plan, used, state, data, options, show=show)
     ran = result.provenance if backend == "nccl" else None
     elsewhere = "" if ran is None else ran.elsewhere(plan)
     if elsewhere:

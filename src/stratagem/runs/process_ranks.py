@@ -26,6 +26,7 @@ from stratagem.executor.running.execute import run_plan
 from stratagem.executor.running.first_uses import load_first_uses
 from stratagem.executor.running.launch import rank_scratch, run_ranks
 from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
+from stratagem.executor.state.weight_files import WeightFiles
 from stratagem.executor.training.batches import Batches, Data
 from stratagem.executor.training.learning_rates import RateSchedule, rate_told, told_to_others
 from stratagem.executor.training.training_loop import RunOptions, RunSettings, warn_not_finite
@@ -78,7 +79,7 @@ def run_processes(
             "graph": graph.to_json(),
             "functions": functions,
             "path": sys.path,
-            "model_state": dict(model_state),
+            **_told(model_state),
             "batch": dict(data) if isinstance(data, Mapping) else None,
             "backend": backend,
             "rates": told_to_others(rate, plan.training, options.steps) if changes else None,
@@ -109,6 +110,12 @@ def run_processes(
         warnings.warn(not_graphed(result.no_graph), stacklevel=3)
     warn_not_finite(result.losses, result.first_step)
     return replace(result, **found["tensors"])
+
+
+def _told(state: Mapping[str, Tensor]) -> dict[str, object]:
+    """A model's state as other processes are told of it: what is in files stays there."""
+    files = state if isinstance(state, WeightFiles) else WeightFiles(state, {})
+    return {"model_state": files.held, "weights": files.places}
 
 
 def _feeder(
@@ -152,7 +159,7 @@ def main() -> None:
     result = run_plan(
         Plan.from_json(task["plan"]),
         OperatorGraph.from_json(task["graph"]),
-        task["model_state"],
+        WeightFiles(task["model_state"], task["weights"]),
         Fed(folder, int(os.environ["RANK"])) if batch is None else batch,
         settings.with_rate(RateSchedule() if rates is None else rate_told(rates)),
         backend=task["backend"],

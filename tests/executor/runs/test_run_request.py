@@ -16,6 +16,7 @@ from stratagem.executor.watching.judges import Limits
 ASKED = RunRequest(
     plan=Path("plan.json"),
     model="models:gpt",
+    weights=Path("gpt.safetensors"),
     data="models:rows",
     steps=7,
     warmup=2,
@@ -38,7 +39,7 @@ ASKED = RunRequest(
 
 LINE = shlex.split(
     """
-    plan.json --model models:gpt --data models:rows --steps 7 --warmup 2 --rate linear
+    plan.json --model models:gpt --weights gpt.safetensors --data models:rows --steps 7 --warmup 2 --rate linear
     --rate-warmup 3 --checkpoint saved --every 2 --keep 5 --finite --backend gloo --memory
     --cuda-graph --check --out out.json --outputs made.safetensors --status status.json
     --timeout 3 --patience 4 --preparing 5
@@ -53,7 +54,7 @@ def test_flags_ask_for_the_same_as_the_record() -> None:
 
 
 def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
-    asked = replace(ASKED, gradients=True, cuda_graph=False, timed_every=4)
+    asked = replace(ASKED, gradients=True, parameters=True, cuda_graph=False, timed_every=4)
     asked.save(tmp_path / "request.json")
     assert RunRequest.load(tmp_path / "request.json") == asked
     assert RunRequest.of_flags(["plan.json", "--request", str(tmp_path / "request.json")]) == asked
@@ -83,4 +84,4 @@ def test_every_flag_is_of_a_field() -> None:
     names = {each.name for each in fields(RunRequest)}
     assert set(FLAGS) <= names
     assert set(LIMITS) <= {each.name for each in fields(Limits)}
-    assert names - set(FLAGS) == {"plan", "limits", "gradients", "timed_every"}
+    assert names - set(FLAGS) == {"plan", "limits", "gradients", "parameters", "timed_every"}
