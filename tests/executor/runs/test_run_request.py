@@ -40,8 +40,8 @@ ASKED = RunRequest(
 LINE = shlex.split(
     """
     plan.json --model models:gpt --weights gpt.safetensors --data models:rows --steps 7 --warmup 2
-    --rate linear --rate-warmup 3 --checkpoint saved --every 2 --keep 5 --finite --backend gloo --memory
-    --cuda-graph --check --out out.json --outputs made.safetensors --status status.json
+    --rate linear --rate-warmup 3 --checkpoint saved --every 2 --keep 5 --finite --backend gloo
+    --memory --cuda-graph --check --out out.json --outputs made.safetensors --status status.json
     --timeout 3 --patience 4 --preparing 5
     """
 )
