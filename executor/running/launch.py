@@ -20,6 +20,7 @@ from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.executor.running.run_request import RunRequest
 from stratagem.executor.running.separate_collectives import warn_of_separate_collectives
 from stratagem.executor.running.world import default_backend
+from stratagem.executor.state.weight_files import tensors_of
 from stratagem.executor.training.training_loop import warn_not_finite
 from stratagem.executor.watching import rank_starter
 from stratagem.executor.watching.failures import STARTER_LOG, failure_of, first_ended, keep_logs
@@ -63,7 +64,8 @@ def launch(
         SeparateCollectives: the plan streams pieces, or computes inside sums, and runs them apart.
 
     Raises:
-        ValueError: when the plan file cannot be read, or there is no checkpoint to go on from.
+        ValueError: when the plan file or the weights cannot be read, or there is no checkpoint to
+            go on from.
         RuntimeError: when there are GPUs here, and CuPy or NCCL is missing or there are too few
             of them; when a rank fails, says which, where it was, and its last lines.
         TimeoutError: when the run takes longer than `timeout`.
@@ -73,6 +75,8 @@ def launch(
     backend = request.backend or default_backend(plan)
     if backend == "nccl":
         check_gpus(plan.num_devices)
+    if request.weights is not None:
+        tensors_of(request.weights)  # Refused here, and not by every rank.
     with rank_scratch(EXECUTOR, plan.num_devices, backend) as scratch:
         out, status = scratch.folder / "result.json", scratch.folder / "status.json"
         file = scratch.folder / "request.json"

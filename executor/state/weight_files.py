@@ -88,7 +88,7 @@ def weight_files(model: nn.Module, path: str | Path) -> WeightFiles:
         ValueError: there are no such files, or one is damaged; a tensor is missing, is in two of
             them, or is none of the model's.
     """
-    where = _tensors_of(Path(path))
+    where = tensors_of(Path(path))
     names = _names_of(model)
     places = {}
     for name, others in names.items():
@@ -162,8 +162,16 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _tensors_of(path: Path) -> dict[str, tuple[str, str]]:
-    """By name of each tensor, its file, and its name there."""
+def tensors_of(path: Path) -> dict[str, tuple[str, str]]:
+    """By name of each tensor in a file, or in the files of a folder, its file and its name there.
+
+    Example:
+        >>> tensors_of(Path("gpt2.safetensors"))["wte.weight"]  # doctest: +SKIP
+        ('/models/gpt2.safetensors', 'wte.weight')
+
+    Raises:
+        ValueError: there are none, one is damaged, a tensor is in two, or files are missing.
+    """
     files = sorted(path.glob(f"*{ENDING}")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"folder {path} has no file that ends in {ENDING}; name one that has")

@@ -313,6 +313,15 @@ def test_files_that_do_not_fit_are_refused(
         sg.execute(plan_of(tower()), tower(), batch(), weights=tmp_path, progress=False)
 
 
+def test_files_are_looked_at_before_ranks_begin(tmp_path: Path) -> None:
+    plan_of(tower()).save(tmp_path / "plan.json")
+    here = "tests.executor.checkpoints.test_weight_files:build"
+    for path in (tmp_path / "lost.safetensors", tmp_path / "plan.json"):
+        request = RunRequest(plan=tmp_path / "plan.json", model=here, weights=path)
+        with pytest.raises(ValueError, match=rf"{path.name} is no file of safetensors"):
+            launch(request)
+
+
 def test_one_of_the_names_of_a_shared_parameter_is_enough(tmp_path: Path) -> None:
     model = tower()
     state = {k: v.clone() for k, v in model.state_dict().items() if k != "first.weight"}
