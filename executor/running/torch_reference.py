@@ -39,6 +39,7 @@ from stratagem.simulator.operators.sliding_windows import shard_bounds
 from stratagem.simulator.operators.step_programs import DRAWING
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.torch_ops.capture.capture import capture
 from stratagem.simulator.torch_ops.capture.exporting import named_results
 from stratagem.simulator.torch_ops.kernels.norms import one_sample_in_order
@@ -350,10 +351,9 @@ class _OneDevice:
             stages=(Stage(tuple(graph.names), mesh, choices),),
             num_microbatches=self.parts,
             schedule="1f1b",
-            bucket_bytes=0,
             token_slices=1,
             orders=(),
-            inputs_first=False,
+            **StepOptions().as_options,
         )
 
 

@@ -82,10 +82,7 @@ class Incumbent:
             for option in OPTIONS
             if any(not option.allows(o, getattr(choice, option.name)) for choice in chosen)
         ]
-        if plan.inputs_first and not o.inputs_first:
-            found.append("inputs_first=True")
-        if plan.bucket_bytes != o.bucket_bytes:
-            found.append(_in_buckets(plan))
+        found += plan.beyond(o)
         if plan.has_pins and not o.place:
             found.append("place=True")
         return found

@@ -154,10 +154,9 @@ class Problem(DerivedValues):
             stages=self.skeleton.staged(chosen),
             num_microbatches=self.skeleton.num_microbatches,
             schedule=self.skeleton.schedule,
-            bucket_bytes=self.priced.pipeline.bucket_bytes,
-            inputs_first=self.priced.pipeline.inputs_first,
             seed=seed,
             orders=self.skeleton.orders,
+            **self.priced.pipeline.options.as_options,
         )
 
 

@@ -33,6 +33,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice, TriedOptions
 from stratagem.simulator.sharding.choice_options import tries_of
 from stratagem.simulator.sharding.parameter_homes import zero_stages_of
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.simulation.simulation import Simulation
 
 AXES = ("node", "device", "outer", "inner", "data", "tensor")
@@ -302,10 +303,10 @@ class Space(TriedOptions, Constraints):
         said = {each.name: getattr(self, each.name) for each in fields(TriedOptions)}
         like = start if self.start_options else None
         does = {} if like is None else tries_of(choices_of(like).values())
+        alike = (StepOptions() if like is None else like).as_options
         return Options(
             **{name: _either(given, does.get(name, given)) for name, given in said.items()},
-            bucket_bytes=_said(self.bucket_bytes, 0 if like is None else like.bucket_bytes),
-            inputs_first=_said(self.inputs_first, like is not None and like.inputs_first),
+            **{name: _said(getattr(self, name), usual) for name, usual in alike.items()},
             place=self.place or (start is not None and start.has_pins),
         )
 

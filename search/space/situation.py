@@ -92,9 +92,8 @@ class Situation(DerivedValues):
             stages=skeleton.staged(choices),
             num_microbatches=skeleton.num_microbatches,
             schedule=skeleton.schedule,
-            bucket_bytes=options.bucket_bytes,
-            inputs_first=options.inputs_first,
             orders=skeleton.orders,
+            **options.as_options,
         )
 
     def simulate(self, plan: Plan, *, always: bool = False) -> Simulation:

@@ -51,6 +51,7 @@ from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.sharding.choice import Choice, TriedOptions
 from stratagem.simulator.sharding.choice_options import asked_of, ways_to_run
 from stratagem.simulator.sharding.parameter_homes import trainable_weights, zero_stages_of
+from stratagem.simulator.sharding.step_options import StepOptions
 
 MAX_IMBALANCE = 0.125
 """Configs whose largest shard is more than this above the mean are left out of the space."""
@@ -83,37 +84,32 @@ def distinct_stages(zero_stages: Sequence[int], num_microbatches: int) -> tuple[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TriedOptions):
+class Options(TriedOptions, StepOptions):
     """What a search may try beside configs and ZeRO stages.
 
     Example:
         >>> Options(chunks=(1, 4), fuse=True).bucket_bytes
         0
 
-    Which options of choices are tried is said as in `TriedOptions`: pieces, fusion and more.
+    Which options of choices are tried is said as in `TriedOptions`: pieces, fusion and more. What
+    all stages of a plan do alike is said as in `StepOptions`.
 
     Attributes:
         regather: as in `TriedOptions`, and tried unless told otherwise: Megatron-LM's sequence
             parallelism needs it, and it costs nothing but where memory is short.
-        bucket_bytes: gradients are reduced in buckets of at least so many bytes, unsharded.
-        inputs_first: gradients of weights run beside the conversion of those of inputs (see
-            `Plan`).
         place: whether operators of the best plans are tried on parts of their meshes, where those
             on other parts run at the same time (see `Pin`).
 
     Raises:
-        ValueError: on a negative size, or what `TriedOptions` refuse.
+        ValueError: what `TriedOptions` or `StepOptions` refuse.
     """
 
     regather: bool = True
-    bucket_bytes: int = 0
-    inputs_first: bool = False
     place: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more")
+        TriedOptions.__post_init__(self)
+        self.check_step_options()
 
 
 @dataclass(frozen=True)
@@ -219,8 +215,7 @@ class Skeleton:
             self.make_schedule(),
             cluster,
             training,
-            options.bucket_bytes,
-            options.inputs_first,
+            options.step_options,
         )
 
     def staged(self, choices: Mapping[str, Choice]) -> tuple[Stage, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -11,6 +11,7 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.schedules.actions import Schedule
+from stratagem.simulator.sharding.step_options import StepOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +32,7 @@ class PlannedPipeline:
         schedule: what every rank does, whatever it is called.
         cluster: gives devices and links.
         training: precision and optimizer.
-        bucket_bytes: gradients are reduced in buckets of so many bytes (see `Plan`).
-        inputs_first: gradients of inputs come before those of weights (see `Plan`).
+        options: what all stages do alike.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -40,8 +40,7 @@ class PlannedPipeline:
     schedule: Schedule
     cluster: Cluster
     training: Training
-    bucket_bytes: int = 0
-    inputs_first: bool = False
+    options: StepOptions = field(default_factory=StepOptions)
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -70,6 +69,5 @@ def pipeline_of(plan: Plan) -> PlannedPipeline:
         schedule=plan.make_schedule(),
         cluster=plan.cluster,
         training=plan.training,
-        bucket_bytes=plan.bucket_bytes,
-        inputs_first=plan.inputs_first,
+        options=plan.step_options,
     )

@@ -299,8 +299,7 @@ def shapes_of(pipeline: PlannedPipeline, prices: Prices) -> StageShapes:
     schedule = pipeline.schedule
     return StageShapes(
         split=schedule.splits_backward,
-        bucket_bytes=pipeline.bucket_bytes,
-        inputs_first=pipeline.inputs_first,
+        options=pipeline.options,
         slowdown=slowdown_of(pipeline.cluster),
         stashes=schedule.stashes_weights,
         apart=schedule.parts_updates,

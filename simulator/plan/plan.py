@@ -30,6 +30,7 @@ from stratagem.simulator.schedules.named_schedules import (
 )
 from stratagem.simulator.sharding.choice import USUAL_VALUES, Choice
 from stratagem.simulator.sharding.choice_options import check_choice, options_of
+from stratagem.simulator.sharding.step_options import StepOptions
 
 PLAN_FORM = FileForm(version=2, remedy="search again")
 CUSTOM = "custom"
@@ -59,18 +60,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Plan(SavedValue):
+class Plan(SavedValue, StepOptions):
     """Stages, their meshes and choices, the schedule: everything the executor needs.
 
     Stages on the same devices are on one rank; ranks are numbered as the stages bring them up.
 
+    What all stages do alike are its `StepOptions`: `bucket_bytes`, `inputs_first`.
+
     Attributes:
-        bucket_bytes: gradients are reduced in buckets of at least so many, counted as if no
-            device sharded them; 0 reduces each operator's alone. What ZeRO 1 and 2 publish goes in
-            the same buckets, what ZeRO 3 gathers in those of each layer.
-        inputs_first: a backward pass makes the gradients of its inputs before those of its
-            weights, which then run beside the conversion of the first (Megatron-LM's
-            asynchronous all-reduce of tensor parallelism).
         schedule: a name in `SCHEDULES`, or ``custom``.
         token_slices: parts into which the tokens of a microbatch are cut (TeraPipe): how many
             equal ones, or the length of each.
@@ -93,20 +90,15 @@ class Plan(SavedValue):
     stages: tuple[Stage, ...]
     num_microbatches: int = 1
     schedule: str = "1f1b"
-    bucket_bytes: int = 0
     seed: int = 0
     prediction: Prediction | None = None
     token_slices: Slices = 1
     orders: tuple[str, ...] = ()
-    inputs_first: bool = False
     substitutions: tuple[Substituted, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, f"plan {self.name!r}")
-        if self.bucket_bytes < 0:
-            raise ValueError(
-                f"plan {self.name!r}: bucket_bytes is {self.bucket_bytes}; it must be 0 or more"
-            )
+        self.check_step_options(f"plan {self.name!r}: ")
         if not self.stages:
             raise ValueError(f"plan {self.name!r} has no stages")
         if self.num_microbatches > MOST_MICROBATCHES:
@@ -426,7 +418,7 @@ class _StageFile:
 
 
 @dataclass(frozen=True)
-class _PlanFile:
+class _PlanHead:
     version: int
     name: str
     model: str
@@ -436,12 +428,14 @@ class _PlanFile:
     num_microbatches: int
     schedule: str
     stages: tuple[_StageFile, ...]
-    bucket_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _PlanFile(StepOptions, _PlanHead):
     seed: int = 0
     prediction: Prediction | None = field(default=None)
     token_slices: Slices = 1
     orders: tuple[str, ...] = ()
-    inputs_first: bool = False
     substitutions: tuple[Substituted, ...] = ()
 
 

@@ -33,6 +33,7 @@ from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, PricedTime, SharedBy
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.repeated_layers import copy_length, sparing
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.stage.parameter_tasks import (
     ParameterGathers,
     ParameterTasks,
@@ -54,9 +55,8 @@ def stage_blocks(
     table: CostTable,
     *,
     split: bool = False,
-    bucket_bytes: int = 0,
+    options: StepOptions = StepOptions(),  # noqa: B008 (frozen)
     slowdown: int = 0,
-    inputs_first: bool = False,
     stashes: bool = False,
 ) -> StageBlocks:
     """The blocks of the stage that `table` prices.
@@ -64,16 +64,13 @@ def stage_blocks(
     Args:
         table: all choices of the stage's operators.
         split: whether the schedule runs the gradients of parameters apart.
-        bucket_bytes: gradients are reduced in buckets of at least so many bytes, counted
-            unsharded; 0 reduces each operator's alone.
+        options: what all stages do alike.
         slowdown: per mille by which computing and communication slow each other down.
-        inputs_first: whether an operator makes the gradients of its inputs before those of its
-            weights, so that these run while the first are converted.
         stashes: whether every backward ends in an update; the last block also copies the weights
             before it, for microbatches that have seen them (PipeDream).
     """
-    parameters = ParameterTasks(table, pool := Pool(), bucket_bytes, stashes)
-    writer = _TaskWriter(table, inputs_first, parameters, pool)
+    parameters = ParameterTasks(table, pool := Pool(), options.bucket_bytes, stashes)
+    writer = _TaskWriter(table, options.inputs_first, parameters, pool)
     forward = writer.forward()
     backward = writer.backward(parameters=True)
     parts: tuple[Block | None, Block | None] = (None, None)

@@ -16,6 +16,7 @@ from stratagem.simulator.operators.operator import Edge
 from stratagem.simulator.pricing.cost_table import CostTable
 from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.pricing.row_memory import STAGE_OPERATORS
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.stage_blocks import StageBlocks
 from stratagem.simulator.stage.tails_of_backwards import (
@@ -32,17 +33,16 @@ Made = TypeVar("Made")
 class StageShapes:
     """Builds blocks and lifetimes, each shape once.
 
-    `split`, `bucket_bytes`, `slowdown`, `inputs_first` and `stashes` are those of `stage_blocks`;
-    `apart` says whether sync and update are there apart too, `accumulates` whether there are
-    microbatches before the last, whose gradients may be summed (see `tails_of_backwards`).
-    `plans` keeps those of stages with one choice an operator, for other pipelines too: what is
-    made of lists of choices is large, and kept for this pipeline only.
+    `split`, `options`, `slowdown` and `stashes` are those of `stage_blocks`; `apart` says whether
+    sync and update are there apart too, `accumulates` whether there are microbatches before the
+    last, whose gradients may be summed (see `tails_of_backwards`). `plans` keeps those of stages
+    with one choice an operator, for other pipelines too: what is made of lists of choices is
+    large, and kept for this pipeline only.
     """
 
     split: bool = False
-    bucket_bytes: int = 0
+    options: StepOptions = field(default_factory=StepOptions)
     slowdown: int = 0
-    inputs_first: bool = False
     stashes: bool = False
     apart: bool = False
     accumulates: bool = False
@@ -56,9 +56,8 @@ class StageShapes:
             self._blocks,
             "blocks",
             self.split,
-            self.bucket_bytes,
+            self.options,
             self.slowdown,
-            self.inputs_first,
             self.stashes,
             self.apart,
             self.accumulates,
@@ -69,9 +68,8 @@ class StageShapes:
         made = stage_blocks(
             table,
             split=self.split,
-            bucket_bytes=self.bucket_bytes,
+            options=self.options,
             slowdown=self.slowdown,
-            inputs_first=self.inputs_first,
             stashes=self.stashes,
         )
         if self.stashes:
@@ -93,7 +91,7 @@ class StageShapes:
             arriving=arriving,
             split=self.split,
             num_versions=num_versions,
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=self.options.bucket_bytes,
         )
         # A producer in another stage stands for itself: its choices price the arrival.
         arrivals = tuple(
@@ -106,7 +104,7 @@ class StageShapes:
             "lifetimes",
             self.split,
             num_versions,
-            self.bucket_bytes,
+            self.options.bucket_bytes,
             table.derive(_leaving),
             arrivals,
         )

@@ -26,6 +26,7 @@ from stratagem.simulator.pricing import repeated_layers
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.repeated_layers import LEAST, extrapolated, sparing_repeat
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.stage.block_tasks import stage_blocks
 from stratagem.simulator.stage.shared_conversions import Sharing
 from stratagem.simulator.stage.stage_blocks import Block, StageBlocks
@@ -204,8 +205,10 @@ def test_extrapolated_layers_are_the_written_ones(data: st.DataObject) -> None:
     which = data.draw(st.sampled_from(["all", "one"]))
     settings = {
         "split": data.draw(st.booleans()),
-        "bucket_bytes": data.draw(st.sampled_from([0, 100_000])),
-        "inputs_first": data.draw(st.booleans()),
+        "options": StepOptions(
+            bucket_bytes=data.draw(st.sampled_from([0, 100_000])),
+            inputs_first=data.draw(st.booleans()),
+        ),
         "stashes": data.draw(st.booleans()),
     }
     settings["split"] = settings["split"] and not settings["stashes"]

@@ -22,6 +22,7 @@ from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.simulation.plan_in_words import choice_phrase
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.stage.block_tasks import stage_blocks
@@ -205,7 +206,8 @@ def test_all_engines_agree_on_blocks_with_streamed_pieces(seed: int) -> None:
     table = TableBuilder(graph, flat(4), cluster, BF16, COSTS).build(
         range(len(graph.operators)), choices
     )
-    blocks = stage_blocks(table, split=bool(seed % 2), inputs_first=seed % 3 == 0, slowdown=130)
+    step = StepOptions(inputs_first=seed % 3 == 0)
+    blocks = stage_blocks(table, split=bool(seed % 2), options=step, slowdown=130)
     streamed = 0
     for _ in range(3):
         chosen = np.array([rng.integers(len(choices[i])) for i in range(len(choices))])

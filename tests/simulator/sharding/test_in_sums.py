@@ -35,6 +35,7 @@ from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.sharding.choice_options import JoinedInputs, joined_inputs
 from stratagem.simulator.sharding.pieces_and_fusion import fuses_in_sum
+from stratagem.simulator.sharding.step_options import StepOptions
 from stratagem.simulator.simulation.plan_in_words import choice_phrase
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 from stratagem.simulator.stage.block_tasks import stage_blocks
@@ -352,7 +353,8 @@ def test_all_engines_agree_on_blocks_with_work_in_sums(seed: int) -> None:
     }
     builder = TableBuilder(graph, flat(4), cluster, BF16, COSTS)
     table = builder.build(range(len(graph.operators)), choices)
-    blocks = stage_blocks(table, split=bool(seed % 2), inputs_first=seed % 3 == 0, slowdown=130)
+    step = StepOptions(inputs_first=seed % 3 == 0)
+    blocks = stage_blocks(table, split=bool(seed % 2), options=step, slowdown=130)
     inside = 0
     for _ in range(3):
         chosen = np.array([rng.integers(len(choices[i])) for i in range(len(choices))])

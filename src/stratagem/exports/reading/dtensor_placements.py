@@ -32,6 +32,7 @@ from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.operators.operator import DimKind, Edge, Layout, Operator, factor_sizes
 from stratagem.simulator.plan.plan import Plan, Stage
 from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.step_options import StepOptions
 
 
 def tensor_placements(
@@ -136,7 +137,7 @@ def nearest_plan(plan: Plan, graph: OperatorGraph) -> Plan:
     if plan.token_slices != 1:
         # GPipe has TeraPipe's order of microbatches.
         plan = replace(plan, schedule="gpipe", token_slices=1, orders=())
-    return replace(plan, stages=stages, bucket_bytes=0, inputs_first=False, prediction=None)
+    return replace(plan, stages=stages, prediction=None, **StepOptions().as_options)
 
 
 def parameter_placements(graph: OperatorGraph, stage: Stage) -> dict[str, Placements]:
