@@ -47,8 +47,8 @@ def check_values(state: Mapping[str, Tensor]) -> None:
     for name, tensor in state.items():
         if tensor.is_meta:
             raise ValueError(
-                f"{name!r} of the model has no values: it is on the meta device; give weights=, a "
-                "file or folder of safetensors that has them, or build it on the CPU"
+                f"{name!r} of the model has no values: it is on the meta device; make it on the "
+                "CPU, or give weights= with a file or folder of safetensors that has it"
             )
 
 
