@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
+from stratagem.simulator.base.misspelt_names import few
 from stratagem.simulator.plan.plan import Plan
 
 
@@ -35,18 +36,13 @@ def _told(plan: Plan) -> Iterator[str]:
     if plan.streamed:
         chunks = plan.choice(plan.streamed[0]).chunks
         yield (
-            f"streams the pieces of operator {_listed(plan.streamed)} (streamed): predicted is 1 "
+            f"streams the pieces of operator {few(plan.streamed, 1)} (streamed): predicted is 1 "
             f"product and 1 collective that waits for its {chunks} parts, run are {chunks} "
             f"products and {chunks} collectives"
         )
     if plan.in_sums:
         yield (
-            f"has the work of operator {_listed(plan.in_sums)} inside the sum that it reads "
+            f"has the work of operator {few(plan.in_sums, 1)} inside the sum that it reads "
             "(in_sum): predicted is 1 collective that computes, run are a sum and the operator "
             "behind it"
         )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]!r}{more}"

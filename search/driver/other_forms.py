@@ -26,6 +26,7 @@ from stratagem.searcher.space.constraints import Constraints
 from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import Options
+from stratagem.simulator.base.misspelt_names import few
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.parallel_branches import parallel_branches
@@ -91,9 +92,8 @@ def sums_not_tried(plan: Plan, graph: OperatorGraph, options: Options) -> dict[s
     reads = [] if options.in_sums else list(_sums_read(plan, plan.rewrite(graph).graph))
     if not reads:
         return {}
-    more = f" and {len(reads) - 1} more" if len(reads) > 1 else ""
     return {
-        "elementwise work inside sums": f"not tried: operator {reads[0]!r}{more} could compute in "
+        "elementwise work inside sums": f"not tried: operator {few(reads, 1)} could compute in "
         "shares inside the sum that it reads, which the executor does not have: give "
         "Space(in_sums=True), or --in-sums"
     }

@@ -30,6 +30,7 @@ from stratagem.searcher.robustness.robust_choice import FOUND, Robustness
 from stratagem.searcher.space.schedule_traits import Form
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers, printable
+from stratagem.simulator.base.misspelt_names import few
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_bytes, format_duration
@@ -476,10 +477,9 @@ class SearchResult(SavedValue):
         ]
         if not near:
             return ""
-        more = f" and {len(near) - NAMED} more" if len(near) > NAMED else ""
         return (
             f"Predictions that are less than {apart:.0%} apart do not say which plan is faster: "
-            f"that of {', '.join(near[:NAMED])}{more} or this one"
+            f"that of {few(near, NAMED, quoted=False)} or this one"
         )
 
     @property

@@ -40,15 +40,15 @@ def unknown(
     return ValueError(f"{message}. {hint}" if hint else message)
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names as an error quotes them, and how many more there are.
+def few(names: Sequence[str], most: int = 3, *, quoted: bool = True) -> str:
+    """The first of some names as a sentence has them, and how many more there are.
 
     Example:
         >>> print(few(["a", "b", "c"], 2))
         'a', 'b' and 1 more
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
+    return ", ".join(map(repr, names[:most]) if quoted else names[:most]) + more
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:

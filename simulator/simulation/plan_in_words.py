@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stratagem.simulator.base.misspelt_names import few
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration, format_numbers
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -271,8 +272,7 @@ def collapse(names: Iterable[str]) -> str:
     shown = [
         name if n == 1 and "*" not in name else f"{name} ({n}×)" for name, n in counts.items()
     ]
-    more = len(shown) - MAX_NAMES
-    return ", ".join(shown[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return few(shown, MAX_NAMES, quoted=False)
 
 
 def _memory_phrase(memory: DeviceMemory, graph: OperatorGraph) -> str:

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from stratagem.simulator.base.misspelt_names import nearest
+from stratagem.simulator.base.misspelt_names import few, nearest
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import (
@@ -462,10 +462,8 @@ def _frozen(graph: OperatorGraph) -> OperatorGraph:
     names = untrained(graph)
     if not names:
         return graph
-    name = names[0]
-    more = f" and {len(names) - 1} more" if names[1:] else ""
     warnings.warn(
-        f"capture of {graph.name!r}: no gradient of the loss reaches parameter {name!r}{more}, "
+        f"capture of {graph.name!r}: no gradient of the loss reaches parameter {few(names, 1)}, "
         "as what is made of it is detached or under torch.no_grad; a plan leaves it as it is, as "
         "torch does; requires_grad_(False) says so in the model",
         stacklevel=6,
