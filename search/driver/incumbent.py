@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.constraints import BoundConstraints
@@ -141,6 +141,29 @@ class SearchProgress:
             return best
         gap = max(0.0, 1.0 - self.bound / self.best)
         return f"{best}, none under {format_duration(self.bound)} (gap {100 * gap:.1f} %)"
+
+
+ProgressReport = Callable[[SearchProgress], None]
+
+
+def never_back(show: ProgressReport) -> ProgressReport:
+    """Tells of a share that only grows: phases may come once more, and a search begin anew.
+
+    Example:
+        >>> show = never_back(lambda told: print(told.fraction))
+        >>> for fraction in (0.3, 0.1):
+        ...     show(SearchProgress("surveying skeletons", fraction, best=0.02))
+        0.3
+        0.3
+    """
+    most = 0.0
+
+    def shown(told: SearchProgress) -> None:
+        nonlocal most
+        most = max(most, told.fraction)
+        show(replace(told, fraction=most))
+
+    return shown
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 
 from stratagem.searcher.driver.budget import Budget, SettledBudget, StopReason
-from stratagem.searcher.driver.incumbent import SearchProgress
+from stratagem.searcher.driver.incumbent import ProgressReport, SearchProgress, never_back
 from stratagem.searcher.driver.other_forms import (
     asked_and_others,
     not_tried,
@@ -19,7 +19,7 @@ from stratagem.searcher.driver.other_forms import (
     without_their_share,
 )
 from stratagem.searcher.driver.result import FASTER_NOTE, OTHERWISE, SearchResult
-from stratagem.searcher.driver.search_course import ProgressReport, SearchCourse
+from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.driver.starting_plans import Buckets, FasterInBucketsError
 from stratagem.searcher.improvement.neighbours import registered_moves
@@ -334,11 +334,13 @@ def _search_graph(
         ),
     )  # fmt: skip
 
+    show = never_back(progress)
+
     def course(options: Options, budget: SettledBudget, buckets: Buckets) -> SearchCourse:
         space = SkeletonList(
             situation, options, zeros, wishes.bind(graph), schedules, forms, budget.effort
         )
-        return SearchCourse(space, without_their_share(budget, forms), progress, kept, buckets)
+        return SearchCourse(space, without_their_share(budget, forms), show, kept, buckets)
 
     interrupts, begin = situation.clock.interrupts, time.monotonic()
     run = course(options, budget, Buckets(wishes.bucket_bytes is None and start is None))

@@ -54,7 +54,6 @@ AGAIN_NUMBER = 2_000
 """The number of the first chain of a skeleton that is searched again."""
 BOUNDED_EVERY = 0.2
 """Seconds after which the bound that is shown to whoever watches is taken anew."""
-ProgressReport = Callable[[SearchProgress], None]
 
 
 class SearchCourse:
@@ -64,7 +63,7 @@ class SearchCourse:
         self,
         space: SkeletonList,
         budget: SettledBudget,
-        show: ProgressReport,
+        show: Callable[[SearchProgress], None],
         checkpoint: SearchCheckpoint,
         buckets: Buckets = Buckets(),  # noqa: B008 (frozen)
     ) -> None:
@@ -77,7 +76,6 @@ class SearchCourse:
         self.trace: list[TracePoint] = []
         self.evaluations = 0
         self._bound, self._bounded_at = 0.0, -np.inf
-        self._fraction = 0.0
         self._weakest, self._most_work = self._effort.certified, self._effort.certified_work
         if budget.bounded is not None:
             self._weakest, self._most_work = budget.bounded, np.inf
@@ -576,14 +574,13 @@ class SearchCourse:
     # -- to whoever watches, and the clock ------------------------------------------------------
 
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
-        """Tell whoever watches; what comes once more goes on from there."""
+        """Tell whoever watches."""
         self.space.situation.clock.interrupts.check()
         now = time.monotonic()
-        self._fraction = max(self._fraction, fraction)
         if now >= self._bounded_at + BOUNDED_EVERY:
             self._bound, self._bounded_at = self.space.known_bound(self.incumbent.time), now
         best = min(self.known_strategies.shown, self.incumbent.time if best is None else best)
-        self._show(SearchProgress(phase, self._fraction, best, min(self._bound, best)))
+        self._show(SearchProgress(phase, fraction, best, min(self._bound, best)))
 
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.incumbent import ProgressReport as Progress
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
-from stratagem.searcher.driver.search_course import ProgressReport as Progress
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.simulator.base.tables import Table, Unit, Value

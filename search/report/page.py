@@ -11,8 +11,8 @@ from typing import Any
 
 from stratagem.basics.version import __version__
 from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.incumbent import ProgressReport as Progress
 from stratagem.searcher.driver.result import SearchResult
-from stratagem.searcher.driver.search_course import ProgressReport as Progress
 from stratagem.searcher.report.hardware_changes import hardware_changes
 from stratagem.searcher.report.page_content import page_content
 from stratagem.searcher.space.constraints import Space

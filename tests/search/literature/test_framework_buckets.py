@@ -183,12 +183,21 @@ def test_a_search_takes_the_buckets_of_the_fastest_baseline(
     graph, methods = small(), ["DeepSpeed ZeRO-2", "Megatron-LM 3D"]
     budget = Budget(0, seconds, skeletons=1, bounded=0, threads=threads)
 
+    told: list[float] = []
+
     def found(space: Space | None) -> SearchResult:
         return search(
-            graph, SLOW, training=TRAINING, baselines=methods, budget=budget, space=space
+            graph,
+            SLOW,
+            training=TRAINING,
+            baselines=methods,
+            budget=budget,
+            space=space,
+            progress=lambda progress: told.append(progress.fraction),
         )
 
     free = found(None)
+    assert told == sorted(told), "what is done is never less than before"
     fastest = min(free.baselines.values(), key=rank)
     assert fastest.plan.bucket_bytes > 0, "no baseline is faster in buckets here"
     assert free.plan.bucket_bytes == fastest.plan.bucket_bytes
