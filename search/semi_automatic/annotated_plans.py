@@ -20,6 +20,7 @@ from stratagem.searcher.space.constraints import Rule, Space
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import with_recompute
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -167,9 +168,22 @@ def annotate(
         zero: the ZeRO stage of parameters that no annotation splits.
 
     Raises:
-        ValueError: both annotations and a layout or neither; axes that are not all devices; no
-            such tensor, dim or axis; two patterns that say different things of one tensor.
+        ValueError: an argument of another type; both annotations and a layout or neither; axes
+            that are not all devices; no such tensor, dim or axis; two patterns that say different
+            things of one tensor.
     """
+    for name, value, kind in (
+        ("graph", graph, OperatorGraph),
+        ("cluster", cluster, Cluster),
+        ("axes", axes, Mapping[str, int]),
+        ("annotations", annotations, Mapping[str, Mapping[str, str | None]] | None),
+        ("layout", layout, Mapping[str, str] | None),
+        ("training", training, Training | None),
+        ("microbatches", microbatches, int),
+        ("recompute", recompute, str),
+        ("zero", zero, int),
+    ):
+        check_type(value, kind, name, "annotate")
     asking = Asking(
         dict(axes), dict(annotations or {}), dict(layout or {}), microbatches, recompute, zero
     )
@@ -209,8 +223,11 @@ def complete_plan(
 
 
 def _mesh(cluster: Cluster, axes: Mapping[str, int]) -> DeviceMesh:
+    for name, size in axes.items():
+        if size < 1:
+            raise ValueError(f"the annotated mesh: axis {name!r} is {size}; it must be 1 or more")
     devices = math.prod(axes.values())
-    if not axes or devices != cluster.num_devices or min(axes.values()) < 1:
+    if not axes or devices != cluster.num_devices:
         raise ValueError(
             f"the annotated mesh {_in_words(axes) or '()'} has {devices} devices, the cluster "
             f"{cluster.name!r} {cluster.num_devices}: name axes that together are all of them"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import scipy
 
+from stratagem.simulator.base.field_types import check_fields
+
 LONGEST_EXPONENT = 700.0
 """Beyond it the exponential function is beyond floating point: such a run never ends."""
 
@@ -52,6 +54,7 @@ class Checkpoints:
     write_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, "checkpoints")
         for name in ("seconds", "write_seconds"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.base.misspelt_names import unknown
 
 HOUR, DAY = 3600.0, 86400.0
@@ -117,6 +118,7 @@ PUBLISHED = {
 
 
 def _check(name: str, value: float) -> None:
+    check_type(value, float, name, "hazards")
     least = 1.0 if name == "slow_factor" else 0.0
     endless = name in ("node_mtbf_hours", "node_slow_hours")
     bounded = value >= least and (endless or math.isfinite(value))

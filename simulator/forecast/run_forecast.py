@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
@@ -266,12 +267,23 @@ def forecast_run(
         seed: of all that is drawn; with the same one the same misfortunes meet other plans.
 
     Raises:
-        ValueError: fewer than one step or run, or a run that does not come to an end; the message
-            says what keeps it.
+        ValueError: an argument of another type, fewer than one step or run, a seed below 0, or a
+            run that does not come to an end; the message says what keeps it.
     """
-    for name, value in (("steps", steps), ("runs", runs)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; forecast one or more")
+    for name, value, kind in (
+        ("simulation", simulation, Simulation),
+        ("steps", steps, int),
+        ("hazards", hazards, Hazards | None),
+        ("checkpoints", checkpoints, Checkpoints | None),
+        ("runs", runs, int),
+        ("seed", seed, int),
+    ):
+        check_type(value, kind, name, "forecast_run")
+    for name, count in (("steps", steps), ("runs", runs)):
+        if count < 1:
+            raise ValueError(f"{name} is {count}; forecast one or more")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be 0 or more")
     hazards, checkpoints = hazards or Hazards(), checkpoints or Checkpoints()
     cluster = simulation.plan.cluster
     num_nodes = len(simulation.plan.nodes)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.building.operator_drafts import DraftTensor
 
 
 def check_sizes(model: str, sizes: dict[str, int]) -> None:
-    """Refuse sizes below 1.
+    """Refuse sizes that are no whole numbers, or below 1.
+
+    Example:
+        >>> check_sizes("gpt", {"batch": 1.5})
+        Traceback (most recent call last):
+        ValueError: gpt: batch is 1.5; it must be a whole number
 
     Raises:
         ValueError: names the model, the size and its value.
     """
     for name, size in sizes.items():
+        check_type(size, int, name, model)
         if size < 1:
             raise ValueError(f"{model}: {name} is {size}; sizes are at least 1")
 

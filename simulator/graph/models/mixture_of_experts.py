@@ -81,7 +81,8 @@ def moe(
     ffn = 8 * hidden if ffn is None else ffn
     group = sequence if group is None else group
     sizes = {"num_layers": num_layers, "hidden": hidden, "num_heads": num_heads, "ffn": ffn}
-    sizes |= {"expert_every": expert_every, "group": group, "vocabulary": vocabulary}
+    sizes |= {"experts": experts, "top_k": top_k, "expert_every": expert_every}
+    sizes |= {"group": group, "vocabulary": vocabulary}
     check_sizes("moe", {**sizes, "sequence": sequence, "batch": batch})
     check_heads("moe", hidden, num_heads)
     check_choice("moe", "dispatch", dispatch, DISPATCHES)

@@ -42,6 +42,15 @@ def group(**options: Any) -> Callable[[], object]:
     return lambda: ParameterGroup(**options)
 
 
+def forecast(**options: Any) -> Callable[[], object]:
+    return lambda: sg.forecast_run(sg.simulate(plan(), GRAPH), **options)
+
+
+def annotate(axes: Any, annotations: Any = None, **options: Any) -> Callable[[], object]:
+    said = {"layers.0": {"data": "sample"}} if annotations is None else annotations
+    return lambda: sg.annotate(GRAPH, CLUSTER, axes, said, **options)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -101,6 +110,24 @@ def group(**options: Any) -> Callable[[], object]:
         (lambda: sg.search(GRAPH, CLUSTER, training="bfloat16"), "training is 'bfloat16'"),
         (lambda: sg.search(GRAPH, CLUSTER, baselines="Alpa"), "baselines is 'Alpa'"),
         (lambda: sg.search(GRAPH, CLUSTER, draws=1.5), "draws is 1.5"),
+        (forecast(steps=1.5), "forecast_run: steps is 1.5; it must be a whole number"),
+        (forecast(steps=nan), "steps is nan"),
+        (forecast(steps=inf), "steps is inf"),
+        (forecast(steps=5, runs="3"), "runs is '3'"),
+        (forecast(steps=5, seed=-1), "seed is -1; it must be 0 or more"),
+        (forecast(steps=5, hazards={}), "hazards is {}; it must be a Hazards"),
+        (lambda: sg.Checkpoints(seconds="3"), "checkpoints: seconds is '3'; it must be a number"),
+        (lambda: sg.Hazards(node_mtbf_hours=None), "hazards: node_mtbf_hours is None"),
+        (annotate({"data": "2"}), "annotate: axes is {'data': '2'}; it must be a mapping"),
+        (annotate({"data": -1, "model": -2}), "axis 'data' is -1; it must be 1 or more"),
+        (annotate({"data": 2}, {"layers.0": "sample"}), "annotations is {'layers.0': 'sample'}"),
+        (annotate({"data": 2}, {"layers.0": {"data": 0}}), "{'layers.0': {'data': 0}}"),
+        (annotate({"data": 2}, microbatches="2"), "microbatches is '2'"),
+        (annotate({"data": 2}, recompute=3), "recompute is 3; it must be a text"),
+        (lambda: mlp(3, batch=2), "mlp: sizes is 3; it must be a Sequence"),
+        (lambda: mlp([8, "8"], batch=2), "mlp: sizes[1] is '8'; it must be a whole number"),
+        (lambda: sg.models.gpt(batch=1.5), "gpt: batch is 1.5; it must be a whole number"),
+        (lambda: sg.models.moe(experts=2.5), "moe: experts is 2.5; it must be a whole number"),
         (lambda: sg.simulate(GRAPH, plan()), "simulate: plan is <OperatorGraph"),
         (lambda: sg.capture(3), "capture: model is 3; it must be a Module"),
         (lambda: sg.execute(plan(), nn.Identity(), {}, steps=1.5), "steps is 1.5"),
