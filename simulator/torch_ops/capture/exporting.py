@@ -250,15 +250,29 @@ def named_results(made: Any) -> dict[str, torch.Tensor]:
         >>> x = torch.zeros(2)
         >>> list(named_results(x)), list(named_results({"logits": x, "states": (x, x)}))
         (['output'], ['logits', 'states.0', 'states.1'])
+
+    Raises:
+        ValueError: two of them are called alike.
     """
     if isinstance(made, torch.Tensor):
         return {"output": made}
-    leaves, _ = pytree.tree_flatten_with_path(made)
-    return {
-        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    }
+    found: dict[str, torch.Tensor] = {}
+    for path, leaf in pytree.tree_flatten_with_path(made)[0]:
+        if isinstance(leaf, torch.Tensor):
+            name = ".".join(map(_step_to, path))
+            if name in found:
+                raise ValueError(
+                    f"two tensors of what the model returns are called {name!r}, by where they "
+                    "are in it: give its mappings other keys"
+                )
+            found[name] = leaf
+    return found
+
+
+def _step_to(key: Any) -> str:
+    """A key of a mapping, the number of an item, or the name of a field of a named tuple."""
+    found = (getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind))
+    return str(next(found, key))
 
 
 _DATA = inspect.getattr_static(torch.Tensor, "data").__get__

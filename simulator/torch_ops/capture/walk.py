@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from stratagem.simulator.base.hostile_texts import check_texts
 from stratagem.simulator.base.misspelt_names import few, nearest
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
@@ -192,6 +193,7 @@ class Walker:
                 f"capture of {self._builder.name!r}: the model returns no tensor; return what is "
                 "to be computed from forward"
             )
+        check_texts(list(named), f"capture of {self._builder.name!r}: what the model returns")
         return {name: self._handle(value) for name, value in named.items()}
 
     def _walk(self, module: GraphModule, values: dict[Node, Any]) -> Sequence[Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stratagem.executor import execute, lower, model_state
 from stratagem.executor.backends.threads import run_local
@@ -199,3 +201,42 @@ def test_rewritten_graphs_give_the_same_back() -> None:
         assert_gives_back(case, replace(plan, substitutions=(step,)))
         rules.append(step.rule)
     assert rules == ["merge", "reduce-first"]
+
+
+class Returning(nn.Module):
+    """A layer, and what is returned of its result."""
+
+    def __init__(self, returned: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.returned = nn.Linear(4, 4), returned
+
+    def forward(self, x: Tensor) -> object:
+        return self.returned(self.layer(x))
+
+
+class Ends(NamedTuple):
+    first: object
+    rest: object
+
+
+def test_fields_of_named_tuples_are_called_as_they_are() -> None:
+    model = Returning(lambda y: {"ends": Ends(y, [y * 2])})
+    graph = capture(model, (torch.randn(4, 4),), forward=True)
+    assert [output.name for output in graph.outputs] == ["ends.first", "ends.rest.0"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda y: {"a.b": y, "a": {"b": y * 2}}, "two tensors .* are called 'a.b'"),
+        (lambda y: {1: y, "1": y * 2}, "two tensors .* are called '1'"),
+        (lambda y: {"a\nb": y}, r"no name may have control characters"),
+    ],
+    ids=["keys with dots", "keys of two types", "control characters"],
+)
+def test_results_that_no_name_tells_apart_are_refused(
+    returned: Callable[[Tensor], object], said: str
+) -> None:
+    """The second of two with one name was left out, and a check of the plan passed without it."""
+    with pytest.raises(ValueError, match=said):
+        capture(Returning(returned), (torch.randn(4, 4),), forward=True)
