@@ -2,8 +2,9 @@
 
 This is for plans whose changes are no look-ups in one set of blocks: those that pin operators to a
 part of a mesh (the cells of a stage depend on the pins), have two homes a stage (their sums depend
-on all choices of an operator) or slice tokens (a choice is that of prefixes, too). Prices of
-operators that do not change are remembered, so it takes a few times what playing takes.
+on all choices of an operator), slice tokens (a choice is that of prefixes, too) or recompute what
+need not be (what else runs again, and what waits for that, hangs on it; see `sure_waits`). Prices
+of operators that do not change are remembered, so it takes a few times what playing takes.
 """
 
 from __future__ import annotations

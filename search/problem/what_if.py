@@ -159,7 +159,8 @@ def _player(
     listed = space_choices(graph, skeleton, zero_stages, space.options(plan), own)
     bound = space.bind(graph)
     listed = allowed_choices(listed, small, skeleton, plan.stage_of, bound, plan.cluster, own)
-    if plan.is_mirrored or num_slices(plan.token_slices) > 1 or plan.has_pins:
+    mixes = any(len({choice.recompute for choice in choices}) > 1 for choices in listed)
+    if plan.is_mirrored or num_slices(plan.token_slices) > 1 or plan.has_pins or mixes:
         return SimulatedPlan(plan, graph, costs, listed)
     priced = price_pipeline(pipeline_of(plan), small, listed, Prices(costs))
     problem = problem_of(priced, skeleton)
