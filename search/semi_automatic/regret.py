@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.semi_automatic.annotated_plans import Annotated, complete_plan
 from stratagem.searcher.space.constraints import Space
+from stratagem.searcher.space.situation import rank
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.pricing.row_memory import RowMemory
@@ -31,7 +33,12 @@ class AnnotationRegret:
 
     @property
     def found(self) -> float:
-        """How much longer the best plan found under them takes, as a share of the best found."""
+        """How much longer the best plan found under them takes, as a share of the best found.
+
+        Infinite where a plan fits the memory without them, and none under them.
+        """
+        if self.free.simulation.fits and not self.held.simulation.fits:
+            return math.inf
         return self._step(self.held) / self._step(self.free) - 1.0
 
     @property
@@ -62,6 +69,8 @@ class AnnotationRegret:
     @property
     def in_words(self) -> str:
         """What they cost and which is to blame, in a sentence."""
+        if not self.held.simulation.fits:
+            return self._why_not()
         if self.found <= 0:
             return "the annotations cost nothing: no better plan was found without them"
         proved = f", at least {100 * self.at_least:.1f} %" if self.at_least else ""
@@ -72,6 +81,14 @@ class AnnotationRegret:
             else "nothing is gained without any one of them; the rest and the mesh cost that"
         )
         return f"the annotations cost {100 * self.found:.1f} %{proved}: {why}"
+
+    def _why_not(self) -> str:
+        """That nothing was found under them that fits, and what does."""
+        nothing = "no plan was found under the annotations that fits the memory"
+        if not self.free.simulation.fits:
+            return f"{nothing}, nor without any"
+        fits = [repr(name) for name, found in self.without.items() if found.simulation.fits]
+        return f"{nothing}; one fits without {' or without '.join(fits) or 'any of them'}"
 
     @property
     def table(self) -> Table:
@@ -144,7 +161,7 @@ def annotation_regret(
         fewer = complete_plan(annotated.graph, plan.cluster, asking.without(name), plan.training)
         found = _searched(fewer, space, arguments)
         # A plan under all of them is one under fewer.
-        without[name] = min(held, found, key=lambda result: result.simulation.step_time)
+        without[name] = min(held, found, key=lambda result: rank(result.simulation))
     free = search(
         annotated.graph,
         plan.cluster,

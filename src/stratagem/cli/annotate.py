@@ -5,6 +5,7 @@ stratagem annotate examples.gpt2:build asked.yaml --cluster dgx-a100 --out plan.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +68,7 @@ def annotate(
         print_tables(say, found.table)
         plan = found.held.plan if search else plan
         answer = {
-            "regret": found.found,
+            "regret": found.found if math.isfinite(found.found) else None,
             "at_least": found.at_least,
             "gains": found.gains,
             "to_blame": found.to_blame,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,3 +267,18 @@ def test_the_command_line_completes_searches_and_blames(tmp_path: Path) -> None:
     assert searched["step_time"] <= completed["step_time"]
     assert searched["regret"] >= searched["at_least"] >= 0
     assert sg.Plan.load(out).num_devices == 4
+
+
+def test_where_nothing_fits_under_annotations_it_says_so() -> None:
+    """The step of a plan that does not fit was compared with those of plans that do."""
+    graph = sg.models.mlp([512, 2048, 512], batch=32)
+    (device,) = CLUSTER.device_types
+    small = replace(device, memory_gib=device.reserved_gib + 16 / 1024)
+    cluster = replace(CLUSTER.resized(devices_per_node=4), device_types=(small,))
+    whole = {name: {"all": None} for name in ("layers.0.weight", "layers.1.weight")}
+    annotated = sg.annotate(graph, cluster, {"all": 4}, whole)
+    regret = sg.annotation_regret(annotated, space=sg.Space(headroom=0.0), **BRIEF)
+    assert [each.simulation.fits for each in (regret.held, regret.free)] == [False, True]
+    assert regret.found == math.inf
+    assert regret.in_words.startswith("no plan was found under the annotations that fits")
+    assert "fits without" in str(regret)
