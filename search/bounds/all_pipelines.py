@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_stage_sizes, axes_of
@@ -20,6 +20,21 @@ from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from stratagem.simulator.sharding.choice import Choice, Touches
 from stratagem.simulator.sharding.choice_options import asked_of, ways_to_run
+
+
+class _Path(NamedTuple):
+    """Operators of which each reads from the one before.
+
+    Attributes:
+        seconds: of a microbatch there and back, under the quickest shards.
+        work: seconds of all devices together.
+    """
+
+    seconds: float = 0.0
+    work: float = 0.0
+
+
+_NO_PATH = _Path()
 
 
 class PipelineWork:
@@ -43,7 +58,13 @@ class PipelineWork:
     Σ nᵣ Tᵣ has T_q = z/M and one device in L, which is what two ranks of a chain come to.
 
     And a microbatch goes through all operators on a path and back, each taking at least as long
-    as its quickest shard: z ≥ the longest such path.
+    as its quickest shard: P seconds, and z ≥ P. Ranks that have operators of the path wait for one
+    another as those of a chain do, and the others have none of its work W', so of R ranks
+
+        z ≥ M · W' / Σ nᵣ (1 − 1/M)ʳ    and, as Σ Tᵣ ≥ P,    z ≥ P / (1 − (1 − 1/M)ᴿ)
+
+    Nothing of this is said where operators may be on parts of a mesh: what is on one of them need
+    not wait for the others, and so not for all of the microbatch before.
 
     Args:
         models: of the situation, at each number of microbatches.
@@ -55,9 +76,11 @@ class PipelineWork:
         self, models: MicrobatchModels, options: Options, policies: Sequence[str]
     ) -> None:
         self._models, self._policies = models, policies
+        self._places = options.place
         self._knows_no_path = options.place and options.inputs_first
         self._asked = asked_of(options.touching(Touches.PASSES))
         self._known: dict[Any, float] = {}
+        self._paths: dict[tuple[int, int], _Path] = {}
         self._made: dict[int, list[TableBuilder]] = {}
 
     def seconds(self, num_microbatches: int, num_ranks: int, *, fills: bool) -> float:
@@ -70,11 +93,32 @@ class PipelineWork:
                 once, so that those behind the first wait.
         """
         parts, devices = num_microbatches, self._models.situation.cluster.num_devices
-        work = self._work(parts, devices - num_ranks + 1)
-        waiting = min(num_ranks, self._most_waiting) if fills else 1
-        return max(
-            parts * work / _shares(devices, waiting, parts), self._path(parts) if fills else 0.0
-        )
+        if not fills:
+            return parts * self._work(parts, devices - num_ranks + 1) / devices
+        # With more ranks there is more work for fewer devices, but less of it is in line.
+        least = math.inf
+        for ranks in range(num_ranks, devices + 1):
+            busy = self._busy(devices, parts, ranks, devices - ranks + 1)
+            least = min(least, max(busy, self._in_line(parts, ranks, devices - ranks + 1)))
+            if busy >= least:
+                break
+        return least
+
+    def _busy(self, num_devices: int, parts: int, num_ranks: int, most: int) -> float:
+        """What the work comes to on the devices of ranks that wait, `most` of them on a stage."""
+        waiting = min(num_ranks, self._most_waiting)
+        found = self._work(parts, most) / _shares(num_devices, waiting, parts)
+        if not self._places:
+            path = self._path(parts, most).work / _shares(num_devices, num_ranks, parts)
+            found = max(found, path)
+        return parts * found
+
+    def _in_line(self, parts: int, num_ranks: int, most: int) -> float:
+        """What a path comes to, of whose ranks each makes all microbatches."""
+        path = self._path(parts, most).seconds
+        if self._places:
+            return path
+        return path / (1.0 - (1.0 - 1.0 / parts) ** num_ranks)
 
     def mirrored_seconds(self, num_microbatches: int, num_ranks: int) -> float:
         """The same of pipelines in two opposite directions (Chimera).
@@ -89,8 +133,9 @@ class PipelineWork:
             num_ranks: least number of sets of devices.
         """
         parts, devices = num_microbatches, self._models.situation.cluster.num_devices
-        work = self._work(parts, devices - num_ranks + 1)
-        return max(parts * work / devices, self._path(parts))
+        most = devices - num_ranks + 1
+        work = self._work(parts, most)
+        return max(parts * work / devices, self._path(parts, most).seconds)
 
     def placed_seconds(self, num_microbatches: int) -> float:
         """The same of plans of one stage, operators of which may be on parts of its mesh.
@@ -103,7 +148,8 @@ class PipelineWork:
             num_microbatches: of the batch.
         """
         parts, devices = num_microbatches, self._models.situation.cluster.num_devices
-        return max(parts * self._work(parts, devices) / devices, parts * self._path(parts))
+        path = self._path(parts, devices).seconds
+        return max(parts * self._work(parts, devices) / devices, parts * path)
 
     def seconds_on(self, skeleton: Skeleton) -> float:
         """The same for the plans of one skeleton: no quick bound is quicker, and most are above.
@@ -120,9 +166,9 @@ class PipelineWork:
     ) -> float:
         """No plan on so few devices of the cluster takes less, pipeline or not."""
         parts, most = num_microbatches, self._models.situation.cluster.num_devices
-        work = self._work(parts, most)
-        waiting = min(num_ranks, self._most_waiting) if fills else 1
-        return parts * work / _shares(num_devices, waiting, parts)
+        if fills:
+            return self._busy(num_devices, parts, num_ranks, most)
+        return parts * self._work(parts, most) / num_devices
 
     @cached_property
     def _most_waiting(self) -> int:
@@ -137,26 +183,28 @@ class PipelineWork:
                 leading.add(producer)
         return 2 if leading.issuperset(working) else 1
 
-    def _path(self, parts: int) -> float:
-        """Seconds of a microbatch on the longest path of operators, there and back.
+    def _path(self, parts: int, most: int) -> _Path:
+        """The longest path of a microbatch, there and back, with `most` devices on a stage.
 
         With operators on parts of a mesh, what makes the gradient of an input need not wait for
         that of parameters where it is made apart: then nothing is known.
         """
         if self._knows_no_path:
-            return 0.0
-        if ("path", parts) not in self._known:
-            model, most = self._models[parts], self._models.situation.cluster.num_devices
+            return _NO_PATH
+        if (parts, most) not in self._paths:
+            model = self._models[parts]
             again = self._again(model)
-            before: dict[int, float] = {}
+            longest: dict[int, _Path] = {}
             for i, operator in enumerate(model.graph.operators):
                 if not operator.is_source:
-                    own = self._quickest(model, i, operator.name in again, most)
-                    before[i] = own + max(
-                        (before.get(p, 0.0) for p in self._flows_from[i]), default=0.0
+                    led = (longest.get(p, _NO_PATH) for p in self._flows_from[i])
+                    before = max(led, key=lambda path: path.seconds, default=_NO_PATH)
+                    longest[i] = _Path(
+                        before.seconds + self._quickest(model, i, operator.name in again, most),
+                        before.work + self._least(model, i, operator.name in again, most),
                     )
-            self._known["path", parts] = max(before.values(), default=0.0)
-        return self._known["path", parts]
+            self._paths[parts, most] = max(longest.values(), key=lambda path: path.seconds)
+        return self._paths[parts, most]
 
     @cached_property
     def _flows_from(self) -> dict[int, list[int]]:
@@ -196,7 +244,7 @@ class PipelineWork:
 
     def _quickest(self, model: MicrobatchModel, i: int, recompute: bool, most: int) -> float:
         """Seconds of the quickest shard of an operator."""
-        key = ("quickest", model.kinds[i], recompute)
+        key = ("quickest", model.kinds[i], recompute, most)
         if key not in self._known:
             whole = self._models[1].kinds[i]
             self._known[key] = min(

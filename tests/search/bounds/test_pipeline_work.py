@@ -88,13 +88,17 @@ def random_choices(
 def test_no_pipeline_is_under_the_bound(seed: int, schedule: str) -> None:
     rng = random.Random(f"{seed} {schedule}")
     here = situation_of(rng)
-    options = Options(fuse=seed % 4 == 3, in_sums=seed % 2 == 1)
+    options = Options(fuse=seed % 4 == 3, in_sums=seed % 2 == 1, inputs_first=seed % 3 == 1)
     work = PipelineWork(MicrobatchModels(here), options, ("none",))
     for _ in range(6):
         skeleton = random_pipeline(here, schedule, rng)
-        plan = here.plan(skeleton, random_choices(here, skeleton, rng, options), name="random")
-        bound = work.seconds(skeleton.num_microbatches, 2, fills=traits_of(schedule).fills)
-        assert 0 < bound <= here.simulate(plan).step_time * (1 + 1e-9), skeleton
+        choices = random_choices(here, skeleton, rng, options)
+        plan = here.plan(skeleton, choices, name="random", options=options)
+        step, fills = here.simulate(plan).step_time * (1 + 1e-9), traits_of(schedule).fills
+        for ranks in range(1, skeleton.num_ranks + 1):
+            bound = work.seconds(skeleton.num_microbatches, ranks, fills=fills)
+            assert 0 < bound <= step, (skeleton, ranks)
+        assert work.seconds_on(skeleton) <= step, skeleton
 
 
 def test_equal_work_on_two_devices_takes_what_the_bound_says() -> None:
@@ -116,6 +120,23 @@ def test_equal_work_on_two_devices_takes_what_the_bound_says() -> None:
             steps.append(here.simulate(here.plan(skeleton, choices, name="cut")).step_time)
         bound = work.seconds(parts, 2, fills=True)
         assert near * min(steps) < bound <= min(steps)
+
+
+def test_ranks_that_share_a_path_wait_for_one_another() -> None:
+    """Where embeddings of tokens and of positions read nothing of each other, two ranks did so.
+
+    Of pipelines that make a microbatch or two, nothing was said but how long one of them takes.
+    """
+    graph = gpt(num_layers=2, hidden=256, num_heads=4, vocabulary=1024, sequence=128, batch=32)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+    here = Situation(graph, cluster, Training(), default_costs())
+    models = MicrobatchModels(here)
+    plain = PipelineWork(models, Options(), ("none",))
+    apart = PipelineWork(models, Options(place=True), ("none",))
+    for parts in (2, 4):
+        assert plain.seconds(parts, 2, fills=True) > 1.05 * apart.seconds(parts, 2, fills=True)
+    found = [plain.seconds_on_part(8, 4, ranks, fills=True) for ranks in range(1, 9)]
+    assert found == sorted(set(found))
 
 
 def test_more_ranks_and_fuller_recompute_only_raise_it() -> None:
