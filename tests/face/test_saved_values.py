@@ -312,7 +312,9 @@ def test_a_loaded_run_is_compared_and_shown_as_the_first(tmp_path: Path) -> None
 def test_a_loaded_run_says_that_it_has_no_parameters() -> None:
     loaded = sg.ExecutionResult.from_json(RUN.to_json())
     assert list(RUN.parameters) == ["w"]
-    with pytest.raises(ValueError, match=r"'a plan' has no parameters, as it was loaded from a file"):
+    with pytest.raises(
+        ValueError, match=r"'a plan' has no parameters, as it was loaded from a file"
+    ):
         _ = loaded.parameters
 
 
