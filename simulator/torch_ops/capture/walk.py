@@ -6,7 +6,7 @@ import operator
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -117,6 +117,7 @@ class Walker:
         values: dict[Node, Any] = {}
         named = dict(self._model.named_parameters(remove_duplicate=False))
         first = {id(value): name for name, value in self._model.named_parameters()}
+        buffers = _first_names(self._model)
         for spec in self._exported.graph_signature.input_specs:
             if isinstance(spec.arg, TensorArgument):
                 node = nodes[spec.arg.name]
@@ -124,7 +125,7 @@ class Walker:
                     stored = named[str(spec.target)]
                     values[node] = self._parameter(first[id(stored)], node, stored.requires_grad)
                 elif node.users:
-                    values[node] = self._given(spec, node)
+                    values[node] = self._given(spec, node, buffers)
         output = self._walk(self._exported.graph_module, values)
         if not forward:
             loss = self._loss(output)
@@ -141,8 +142,8 @@ class Walker:
             self._parameters[name] = made
         return self._parameters[name]
 
-    def _given(self, spec: InputSpec, node: Node) -> Expression:
-        """An input, a buffer, or a constant that the model holds."""
+    def _given(self, spec: InputSpec, node: Node, buffers: Mapping[str, str]) -> Expression:
+        """An input, a buffer by the first of its names, or a constant that the model holds."""
         shape, dtype = shape_and_dtype(node)
         if spec.kind is InputKind.USER_INPUT:
             _check_real(f"input {node.name!r}", dtype)
@@ -150,8 +151,9 @@ class Walker:
             made = self._builder.input(node.name, shape, dtype, sample_dim=sample_dim)
             self._sources.declare(node.name, made)
             return Expression("input", (node.name,), shape, dtype, node)
-        name = str(spec.target).removeprefix(self._prefix)
-        constant = self._exported.constants.get(str(spec.target))
+        target = str(spec.target)
+        name = buffers.get(target, target).removeprefix(self._prefix)
+        constant = self._exported.constants.get(target)
         if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constant, torch.Tensor):
             constant = as_pairs(constant)
             if constant.is_meta:
@@ -449,6 +451,13 @@ class Walker:
         line = source_line(node)
         at = f" at {line}" if line else ""
         return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a buffer that modules share, the one by which a model's state has it."""
+    first = {id(value): name for name, value in model.named_buffers()}
+    every = model.named_buffers(remove_duplicate=False)
+    return {name: first[id(value)] for name, value in every}
 
 
 def _check_real(what: str, dtype: str) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stratagem.executor import model_state
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.simulator.torch_ops.capture.test_capture_truth import assert_trains_as_torch
-from tests.support.plans import Case, few
+from tests.support.plans import Case, few, make_case
 
 Forward = Callable[["Stateful", Tensor, Tensor], Tensor]
 
@@ -511,3 +512,29 @@ def test_what_the_model_writes_to_stderr_is_still_seen(capfd: pytest.CaptureFixt
         warnings.simplefilter("always")
         case_of(noted)
     assert not caught
+
+
+class BySeveralNames(nn.Module):
+    """A norm and a buffer that a second module has, too, and that are called there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(5)
+        self.register_buffer("scale", torch.rand(6))
+        self.body = nn.Sequential(self.norm, self.layer)
+        self.body.register_buffer("scale", self.scale)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scaled = self.body(x) * self.get_buffer("body.scale")
+        return (scaled - y * self.scale).square().mean()
+
+
+def test_buffers_that_modules_share_are_one() -> None:
+    """Under the first name, as a model's state has them: export takes any other."""
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 5).double(), torch.randn(8, 6).double()
+    case = make_case(BySeveralNames().double(), x=x, y=y)
+    named = {each.name for each in case.graph.parameters}
+    assert named == {name for name in model_state(case.model) if "num_batches" not in name}
+    assert_trains_as_torch(case, 2)
