@@ -53,9 +53,14 @@ def check_values(state: Mapping[str, Tensor]) -> None:
 
 
 def _is_exact(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether numbers are of a dtype, or become so without rounding: files may have less."""
-    both_float = given.is_floating_point and wanted.is_floating_point
-    return given == wanted or (both_float and torch.promote_types(given, wanted) == wanted)
+    """Whether numbers are of a dtype, or become so without rounding: files may have less.
+
+    torch promotes no number of 8 bits, so formats are compared by their digits and largest number.
+    """
+    if not (given.is_floating_point and wanted.is_floating_point):
+        return given == wanted
+    held, needed = torch.finfo(wanted), torch.finfo(given)
+    return given == wanted or (held.eps <= needed.eps and held.max >= needed.max)
 
 
 def collect(

@@ -8,7 +8,7 @@ and buffers lie in files of safetensors, as libraries of pretrained models write
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def weight_files(model: nn.Module, path: str | Path) -> WeightFiles:
     """The state of a model whose parameters and buffers are in a file, or a folder of files.
 
     A buffer that is in no file is taken from the model, if it has values there and is none of its
-    ``state_dict``. Of parameters that modules share, a file may have any name.
+    ``state_dict``. Of a parameter that modules share, files may have any name, or several with the
+    same numbers.
 
     Example:
         >>> with torch.device("meta"):  # doctest: +SKIP
@@ -86,7 +87,7 @@ def weight_files(model: nn.Module, path: str | Path) -> WeightFiles:
 
     Raises:
         ValueError: there are no such files, or one is damaged; a tensor is missing, is in two of
-            them, or is none of the model's.
+            them, or is none of the model's; one that modules share has other numbers by each name.
     """
     where = tensors_of(Path(path))
     names = _names_of(model)
@@ -95,6 +96,7 @@ def weight_files(model: nn.Module, path: str | Path) -> WeightFiles:
         known = [other for other in others if other in where]
         if known:
             places[name] = where[known[0]]
+            _check_alike(path, known, where)
     held = {name: each for name, each in model_state(model).items() if name not in places}
     saved = set(model.state_dict())
     missing = [
@@ -160,6 +162,22 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
     for name, tensor in named:
         names.setdefault(first.setdefault(id(tensor), name), []).append(name)
     return names
+
+
+def _check_alike(
+    path: str | Path, names: Sequence[str], where: Mapping[str, tuple[str, str]]
+) -> None:
+    """Refuse numbers of a shared tensor that depend on its name: they are another model's."""
+    files = WeightFiles({}, where)
+    for other in names[1:]:
+        one, two = files[names[0]], files[other]
+        same = one.dtype == two.dtype and one.shape == two.shape
+        # By their bytes, which are compared where they lie.
+        if not (same and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, two)))):
+            raise ValueError(
+                f"{path} has other numbers for {names[0]!r} than for {other!r}, which are one "
+                "tensor of the model; take a model that does not share it, or leave one of them"
+            )
 
 
 def tensors_of(path: Path) -> dict[str, tuple[str, str]]:

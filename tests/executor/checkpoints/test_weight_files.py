@@ -224,6 +224,16 @@ def test_numbers_of_fewer_bits_become_the_models_own(tmp_path: Path) -> None:
     assert found.parameters["first.weight"].dtype == torch.float32
 
 
+def test_numbers_of_eight_bits_are_taken_or_refused_by_their_format(tmp_path: Path) -> None:
+    model = tower()
+    matrix = model.norm.weight.detach().to(torch.float8_e4m3fn)
+    state = {k: v.clone() for k, v in model.state_dict().items() if k != "last.weight"}
+    save_file({**state, "norm.weight": matrix}, tmp_path / "model.safetensors")
+    found = sg.execute(plan_of(model), tower(), batch(), weights=tmp_path, progress=False)
+    truth = sg.execute(plan_of(model), model, batch(), progress=False)
+    assert found.losses == truth.losses  # A norm begins with ones.
+
+
 def test_numbers_of_more_bits_are_not_rounded_in_silence(tmp_path: Path) -> None:
     model = tower()
     file = saved(tmp_path / "model.safetensors", model, torch.float64)
@@ -329,3 +339,14 @@ def test_one_of_the_names_of_a_shared_parameter_is_enough(tmp_path: Path) -> Non
     found = weight_files(without_values(), tmp_path)
     assert torch.equal(found["first.weight"], model.first.weight)
     assert set(found) == set(model_state(model))
+
+
+def test_a_shared_parameter_has_the_same_numbers_by_each_name(tmp_path: Path) -> None:
+    model = tower()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(weight_files(model, tmp_path)["first.weight"], model.first.weight)
+    state["last.weight"][3, 2] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"other numbers for 'first.weight' than for 'last"):
+        weight_files(without_values(), tmp_path)
