@@ -67,8 +67,7 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
         warn_of_separate_collectives(plan)
     place.enter(-1, "taking the first batch", slow=True, idle=True)
     data: Data = make_data(request.data, plan.seed) if request.data else example
-    inputs = {given.name for given in graph.inputs}
-    buffers = {name: each for name, each in state.items() if name in inputs}
+    buffers = {each.name: state[each.name] for each in graph.inputs if each.name in state}
     batches = Batches(data, graph, seed=plan.seed, buffers=buffers)
     first = batches.at(0)
     options = request.options
@@ -80,6 +79,8 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
         )
     place.enter(-1, "preparing the first step", waits=True, slow=True)
     interpreter = Interpreter(program, comm, state)
+    if request.check and request.weights is not None and comm.rank == 0:
+        fill(model, state)
     del state
     verdict: Verdict | None = None
     if request.check:
@@ -88,8 +89,6 @@ def run_rank(request: RunRequest, comm: Communicator, watch: Watch) -> None:
         interpreter.reset()
         place.enter(-1, "comparing with one device", slow=True)
         if comm.rank == 0:
-            if request.weights is not None:
-                fill(model, starting_state(model, request.weights))
             verdict = judge(model, {k: first[k] for k in example}, checked, plan, graph)
     del model
     told = comm.rank == program.loss_rank and request.status is None

@@ -8,7 +8,7 @@ and buffers lie in files of safetensors, as libraries of pretrained models write
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stratagem.executor.state.parameter_parts import check_values, model_state
 from stratagem.simulator.base.misspelt_names import few
-from stratagem.simulator.torch_ops.capture.attributes import like, put_tensors
+from stratagem.simulator.torch_ops.capture.attributes import like, names_of_tensors, put_tensors
 from stratagem.simulator.torch_ops.kernels.step_programs import as_pairs
 
 ENDING = ".safetensors"
@@ -55,6 +55,9 @@ class WeightFiles(Mapping[str, Tensor]):
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is damaged: {error}; write it again") from error
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.places or name in self.held
+
     def __iter__(self) -> Iterator[str]:
         return iter({**self.held, **self.places})
 
@@ -90,13 +93,13 @@ def weight_files(model: nn.Module, path: str | Path) -> WeightFiles:
             them, or is none of the model's; one that modules share has other numbers by each name.
     """
     where = tensors_of(Path(path))
-    names = _names_of(model)
+    names = names_of_tensors(model)
     places = {}
     for name, others in names.items():
         known = [other for other in others if other in where]
         if known:
             places[name] = where[known[0]]
-            _check_alike(path, known, where)
+            _check_alike(path, WeightFiles({}, {other: where[other] for other in known}))
     held = {name: each for name, each in model_state(model).items() if name not in places}
     saved = set(model.state_dict())
     missing = [
@@ -132,10 +135,11 @@ def samples_of(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What two ranks compare to know that they have the same state: all that is in memory.
 
     Example:
-        >>> samples_of({"bias": torch.zeros(2)})
+        >>> samples_of({"bias": torch.zeros(2), "unused": torch.zeros(2, device="meta")})
         {'bias': tensor([0., 0.])}
     """
-    return state.sample() if isinstance(state, WeightFiles) else state
+    some = state.sample() if isinstance(state, WeightFiles) else state
+    return {name: each for name, each in some.items() if not each.is_meta}
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -151,31 +155,16 @@ def fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     put_tensors(model, made)
 
 
-def _names_of(model: nn.Module) -> dict[str, list[str]]:
-    """By the first name of every parameter and buffer, all names that it has."""
-    named = [
-        *model.named_buffers(remove_duplicate=False),
-        *model.named_parameters(remove_duplicate=False),
-    ]
-    first: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
-    for name, tensor in named:
-        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
-    return names
-
-
-def _check_alike(
-    path: str | Path, names: Sequence[str], where: Mapping[str, tuple[str, str]]
-) -> None:
+def _check_alike(path: str | Path, files: WeightFiles) -> None:
     """Refuse numbers of a shared tensor that depend on its name: they are another model's."""
-    files = WeightFiles({}, where)
-    for other in names[1:]:
-        one, two = files[names[0]], files[other]
+    name, *others = files
+    for other in others:
+        one, two = files[name], files[other]
         same = one.dtype == two.dtype and one.shape == two.shape
         # By their bytes, which are compared where they lie.
         if not (same and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (one, two)))):
             raise ValueError(
-                f"{path} has other numbers for {names[0]!r} than for {other!r}, which are one "
+                f"{path} has other numbers for {name!r} than for {other!r}, which are one "
                 "tensor of the model; take a model that does not share it, or leave one of them"
             )
 

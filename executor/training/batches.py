@@ -64,8 +64,8 @@ class Batches:
         self._data = data
         self._graph = graph
         self._seed = seed
-        inputs = {given.name for given in graph.inputs}
-        self._buffers = {k: v for k, v in (buffers or {}).items() if k in inputs}
+        held = buffers or {}
+        self._buffers = {each.name: held[each.name] for each in graph.inputs if each.name in held}
         check_values(self._buffers)
         self._lock = threading.Lock()
         self._drawn: tuple[int, Batch] | None = None

@@ -514,8 +514,8 @@ def _result(
     if options.parameters:
         parameters = interpreter.parameters() if trains else {}
         averages = interpreter.averages() if program.plan.training.average else None
-    if comm.rank == 0 and trains and parameters is not None:
-        parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
+        if comm.rank == 0 and trains:
+            parameters |= as_tensors(interpreter.counters.at(start + len(losses)))
     return ExecutionResult(
         plan=program.plan.name,
         losses=_shared(losses, program, comm) if trains else (),

@@ -98,6 +98,25 @@ def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def names_of_tensors(model: nn.Module) -> dict[str, list[str]]:
+    """By the first name of each parameter and buffer of a model, all names that it has.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> names_of_tensors(nn.Sequential(layer, nn.ReLU(), layer))
+        {'0.weight': ['0.weight', '2.weight']}
+    """
+    named = [
+        *model.named_buffers(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    return names
+
+
 def put_tensors(model: nn.Module, others: Mapping[int, torch.Tensor]) -> None:
     """Give a model other tensors, by the `id` of each that it has; what is shared stays so."""
     for module in model.modules():

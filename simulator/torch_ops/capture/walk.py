@@ -41,6 +41,7 @@ from stratagem.simulator.torch_ops.aten.expressions import Expression, Sources, 
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.aten.patterns import RmsNorm, find_rms_norms
 from stratagem.simulator.torch_ops.aten.sources import LIKE, SOURCES, expression_of
+from stratagem.simulator.torch_ops.capture.attributes import names_of_tensors
 from stratagem.simulator.torch_ops.capture.fallback import generic
 from stratagem.simulator.torch_ops.capture.functional_form import WriteError, write_functionally
 from stratagem.simulator.torch_ops.capture.in_place import (
@@ -116,16 +117,18 @@ class Walker:
         nodes = {node.name: node for node in self._exported.graph.nodes}
         values: dict[Node, Any] = {}
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        first = {id(value): name for name, value in self._model.named_parameters()}
-        buffers = _first_names(self._model)
+        shared = names_of_tensors(self._model)
+        first = {name: own for own, names in shared.items() for name in names}
         for spec in self._exported.graph_signature.input_specs:
             if isinstance(spec.arg, TensorArgument):
                 node = nodes[spec.arg.name]
                 if spec.kind is InputKind.PARAMETER:
-                    stored = named[str(spec.target)]
-                    values[node] = self._parameter(first[id(stored)], node, stored.requires_grad)
+                    target = str(spec.target)
+                    values[node] = self._parameter(
+                        first[target], node, named[target].requires_grad
+                    )
                 elif node.users:
-                    values[node] = self._given(spec, node, buffers)
+                    values[node] = self._given(spec, node, first)
         output = self._walk(self._exported.graph_module, values)
         if not forward:
             loss = self._loss(output)
@@ -142,7 +145,7 @@ class Walker:
             self._parameters[name] = made
         return self._parameters[name]
 
-    def _given(self, spec: InputSpec, node: Node, buffers: Mapping[str, str]) -> Expression:
+    def _given(self, spec: InputSpec, node: Node, first: Mapping[str, str]) -> Expression:
         """An input, a buffer by the first of its names, or a constant that the model holds."""
         shape, dtype = shape_and_dtype(node)
         if spec.kind is InputKind.USER_INPUT:
@@ -152,7 +155,7 @@ class Walker:
             self._sources.declare(node.name, made)
             return Expression("input", (node.name,), shape, dtype, node)
         target = str(spec.target)
-        name = buffers.get(target, target).removeprefix(self._prefix)
+        name = first.get(target, target).removeprefix(self._prefix)
         constant = self._exported.constants.get(target)
         if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(constant, torch.Tensor):
             constant = as_pairs(constant)
@@ -451,13 +454,6 @@ class Walker:
         line = source_line(node)
         at = f" at {line}" if line else ""
         return f"capture: {node.target} in {path}{at} on tensors of shapes {shapes}"
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """By each name of a buffer that modules share, the one by which a model's state has it."""
-    first = {id(value): name for name, value in model.named_buffers()}
-    every = model.named_buffers(remove_duplicate=False)
-    return {name: first[id(value)] for name, value in every}
 
 
 def _check_real(what: str, dtype: str) -> None:

@@ -332,6 +332,25 @@ def test_files_are_looked_at_before_ranks_begin(tmp_path: Path) -> None:
             launch(request)
 
 
+def build_with_unused() -> tuple[nn.Module, dict[str, Tensor]]:
+    """With a buffer that forward does not read, such as rotary frequencies before scaling."""
+    empty = without_values()
+    empty.register_buffer("unused", torch.empty(8, device="meta"), persistent=False)
+    return empty, batch()
+
+
+def test_ranks_compare_what_has_values(tmp_path: Path) -> None:
+    """What nothing reads may have none: ranks failed as they compared their models."""
+    plan_of(tower()).save(tmp_path / "plan.json")
+    request = RunRequest(
+        plan=tmp_path / "plan.json",
+        model="tests.executor.checkpoints.test_weight_files:build_with_unused",
+        weights=saved(tmp_path / "model.safetensors", tower()),
+        backend="gloo",
+    )
+    assert len(launch(request, folder=Path(__file__).parents[3]).losses) == 1
+
+
 def test_one_of_the_names_of_a_shared_parameter_is_enough(tmp_path: Path) -> None:
     model = tower()
     state = {k: v.clone() for k, v in model.state_dict().items() if k != "first.weight"}
