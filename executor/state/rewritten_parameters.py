@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -38,9 +38,20 @@ def as_rewritten(
         >>> as_rewritten([], {"b": torch.eye(2)})["b"].shape
         torch.Size([2, 2])
     """
+    made: dict[str, Callable[[], Tensor]] = {
+        name: partial(tensors.__getitem__, name) for name in tensors
+    }
     for each in maps:
-        tensors = _ChangedParameters(each, tensors)
-    return tensors
+        found = {
+            new.name: partial(_joined, parts, {name: made[name] for name in names}, new.shape)
+            for new in each.added
+            for parts in [each.made_of[new.name]]
+            for names in [[part.old.parameter for part in parts]]
+            if made.keys() >= set(names)
+        }
+        gone = {old.name for old in each.removed}
+        made = {name: make for name, make in made.items() if name not in gone} | found
+    return _MadeWhenAsked(made)
 
 
 def to_model(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -48,42 +59,36 @@ def to_model(maps: Sequence[ParameterMap], tensors: Mapping[str, Tensor]) -> dic
     return to_rewritten([each.back for each in reversed(maps)], tensors)
 
 
-class _ChangedParameters(Mapping[str, Tensor]):
-    """Tensors before a change by name as those behind it."""
+class _MadeWhenAsked(Mapping[str, Tensor]):
+    """Tensors by name, of which each is made anew whenever it is asked for."""
 
-    def __init__(self, change: ParameterMap, tensors: Mapping[str, Tensor]) -> None:
-        gone = {each.name for each in change.removed}
-        self._tensors, self._parts = tensors, change.made_of
-        self._made = {
-            new.name: new.shape
-            for new in change.added
-            if all(part.old.parameter in tensors for part in change.made_of[new.name])
-        }
-        left = (name for name in tensors if name not in gone)
-        self._names = dict.fromkeys([*left, *self._made])
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._made:
-            return _joined(self._parts[name], self._tensors).reshape(self._made[name])
-        if name not in self._names:
-            raise KeyError(name)
-        return self._tensors[name]
+        return self._makers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._makers)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._makers)
 
 
-def _joined(parts: Sequence[ParameterPart], tensors: Mapping[str, Tensor]) -> Tensor:
-    old = {part.old.parameter: tensors[part.old.parameter] for part in parts}
-    dtype = reduce(torch.promote_types, (each.dtype for each in old.values()))
-    made = next(iter(old.values())).new_empty(parts[0].new.sizes, dtype=dtype)
+def _joined(
+    parts: Sequence[ParameterPart], old: Mapping[str, Callable[[], Tensor]], shape: tuple[int, ...]
+) -> Tensor:
+    """A parameter of some shape, of parts of others."""
+    given = {name: make() for name, make in old.items()}
+    dtype = reduce(torch.promote_types, (each.dtype for each in given.values()))
+    made = next(iter(given.values())).new_empty(parts[0].new.sizes, dtype=dtype)
     for part in parts:
-        given = _cut(old[part.old.parameter], part.old)
-        _cut(made, part.new).copy_(given.reshape(part.new.shape))
-    return made
+        taken = _cut(given[part.old.parameter], part.old)
+        _cut(made, part.new).copy_(taken.reshape(part.new.shape))
+    return made.reshape(shape)
 
 
 def _cut(tensor: Tensor, side: Side) -> Tensor:
