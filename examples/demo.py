@@ -48,7 +48,7 @@ def plan_gpt2() -> None:
     report_search(result)
     result.plan.save(OUT / "gpt2-plan.json")
     sg.plots.timelines([result.simulation.timeline], OUT / "gpt2-predicted.png")
-    sg.write_trace(OUT / "gpt2-trace.json.gz", result.simulation.timeline)
+    sg.plots.trace(OUT / "gpt2-trace.json.gz", result.simulation.timeline)
 
 
 def run_small_gpt() -> None:
@@ -128,7 +128,9 @@ def say(text: str) -> None:
     console.print(Padding(text, (0, 2), expand=False))
 
 
-def as_arguments(built: tuple[nn.Module, dict[str, Tensor]]) -> tuple[object, ...]:
+def as_arguments(
+    built: tuple[nn.Module, dict[str, Tensor]],
+) -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
     """(model, inputs) as `capture` takes them: the inputs are keyword arguments."""
     model, inputs = built
     return model, (), inputs

@@ -46,7 +46,7 @@ def build() -> tuple[nn.Module, dict[str, Tensor]]:
     """
     with torch.device("meta"):
         model, inputs = _model(PUBLISHED, torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
-    sg.limit_capacity(model, CAPACITY_FACTOR)
+    sg.experts.limit_capacity(model, CAPACITY_FACTOR)
     return model, inputs
 
 

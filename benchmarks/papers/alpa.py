@@ -236,7 +236,7 @@ def _gshard() -> Outcome:
         cluster = sg.Cluster.preset("dgx-a100").with_devices(experts)
         simulation = sg.simulate(setup.plan(graph, cluster), graph)
         steps.append(simulation.step_time)
-        exposed.append(float(simulation.groups.rows[0][2]))
+        exposed.append(simulation.groups.numbers("exposed communication")[0])
     few, many = (
         f"{1e3 * waits:.0f} of {1e3 * step:.0f} ms"
         for waits, step in zip(exposed, steps, strict=True)

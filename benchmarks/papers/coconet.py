@@ -81,8 +81,8 @@ def _updates() -> Outcome:
 
 def waits(simulation: sg.Simulation) -> str:
     """How long a step is, how much of it waits for collectives, and of how many."""
-    exposed = sum(float(row[2]) for row in simulation.groups.rows[:1])
-    count = sum(int(row[3]) for row in simulation.collectives.rows)
+    exposed = simulation.groups.numbers("exposed communication")[0]
+    count = sum(map(int, simulation.collectives.numbers("count")))
     fits = "" if simulation.fits else ", does not fit"
     return (
         f"{1e3 * simulation.step_time:.0f} ms ({1e3 * exposed:.0f} of them for {count} "

@@ -160,7 +160,9 @@ def _fifteen_and_one(
         (graph.names[:first], range(REPLICAS)),
         (graph.names[first:], range(REPLICAS, REPLICAS + 1)),
     ):
-        mesh = sg.DeviceMesh((sg.MeshAxis("data", len(devices)),), tuple(devices))
+        mesh = sg.hardware.DeviceMesh(
+            (sg.hardware.MeshAxis("data", len(devices)),), tuple(devices)
+        )
         choices = data_parallel(small, mesh.shape)
         stages.append(sg.Stage(tuple(names), mesh, {name: choices[name] for name in names}))
     return sg.Plan(

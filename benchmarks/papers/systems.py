@@ -49,7 +49,7 @@ class System:
 def _is_public(name: str) -> bool:
     """Whether `sg.…` has it; a field of a dataclass counts."""
     first, *rest = name.removeprefix("sg.").split(".")
-    if first not in sg.__all__:
+    if first not in dir(sg):
         return False
     value = getattr(sg, first)
     for part in rest:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from stratagem.basics.progress import Show
 from stratagem.executor.backends.threads import run_local
-from stratagem.executor.checkpoints.folder import KEEP, find_checkpoint
+from stratagem.executor.checkpoints.folder import find_checkpoint
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.lowering.lower import lower
@@ -22,7 +21,6 @@ from stratagem.executor.running.separate_collectives import warn_of_separate_col
 from stratagem.executor.running.world import process_rank
 from stratagem.executor.state.parameter_parts import check_state
 from stratagem.executor.training.batches import Batches, Data
-from stratagem.executor.training.learning_rates import Rate, RateSchedule
 from stratagem.executor.training.training_loop import RunOptions, train, warn_not_finite
 from stratagem.executor.watching.judges import Limits
 from stratagem.executor.watching.rank_place import Place
@@ -39,21 +37,10 @@ def execute(
     model_state: Mapping[str, Tensor],
     data: Data,
     *,
-    steps: int = 1,
-    warmup: int = 0,
-    gradients: bool = False,
-    parameters: bool = True,
-    rate: Rate | None = None,
-    checkpoint: str | Path | None = None,
-    every: int = 0,
-    resume: str | Path | None = None,
-    keep: int = KEEP,
-    finite: bool = False,
-    memory: bool = False,
-    cuda_graph: bool = False,
     backend: Literal["local", "gloo", "nccl"] = "local",
     timeout: float | None = None,
     show: Show | None = None,
+    **options: Any,
 ) -> ExecutionResult:
     """Train a model for some steps by a plan, or run its forward pass.
 
@@ -73,14 +60,13 @@ def execute(
             and `weight_files` for what lies in files.
         data: the inputs of the whole batch, by name, the same for every step; or an iterable of
             such batches, which gives the same ones on every rank.
-        steps, warmup, gradients, parameters, rate, checkpoint, every, resume, keep, finite,
-            memory, cuda_graph: how the run goes, see `RunOptions`.
         backend: ``local`` runs all ranks as threads of this process; ``gloo`` and ``nccl`` make
             this process one rank of a world that torchrun started (see `launch`), on a CPU or on
             the GPU of its local rank.
         timeout: seconds that a rank may wait for another one: 120 with ``local`` when left out,
             else see `Limits.stalled`.
         show: shows progress, on the rank that knows the loss.
+        options: how the run goes, by name, such as ``steps=3``; see `RunOptions`.
 
     Warns:
         SeparateCollectives: the plan streams pieces, or computes inside sums, and runs them apart.
@@ -97,22 +83,9 @@ def execute(
             failed.
         RuntimeError: when CUDA, CuPy or NCCL is missing for ``nccl``.
     """
-    options = RunOptions(
-        steps=steps,
-        warmup=warmup,
-        gradients=gradients,
-        parameters=parameters,
-        rate=rate or RateSchedule(),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
-        every=every,
-        resume=None if resume is None else Path(resume),
-        keep=keep,
-        finite=finite,
-        memory=memory,
-        cuda_graph=cuda_graph,
-    )
+    how = RunOptions.of(**options)
     return run_plan(
-        plan, graph, model_state, data, options, backend=backend, timeout=timeout, show=show
+        plan, graph, model_state, data, how, backend=backend, timeout=timeout, show=show
     )
 
 

@@ -176,6 +176,30 @@ class RunOptions(RunSettings):
 
     rate: Rate = field(default_factory=RateSchedule)
 
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """The options as callers say them: folders as texts too, and None for no rate.
+
+        Example:
+            >>> options = RunOptions.of(steps=3, checkpoint="kept", rate=None)
+            >>> options.checkpoint, options.rate
+            (PosixPath('kept'), RateSchedule())
+
+        Args:
+            options: by the names of the attributes.
+
+        Raises:
+            TypeError: when there is no such attribute.
+            ValueError: when a value is not one.
+        """
+        folders = {
+            name: Path(options[name])
+            for name in ("checkpoint", "resume")
+            if isinstance(options.get(name), str)
+        }
+        rate = options.pop("rate", None) or RateSchedule()
+        return cls(**{**options, **folders}, rate=rate)
+
     @property
     def settings(self) -> RunSettings:
         """All but the learning rate."""

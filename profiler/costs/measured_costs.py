@@ -97,7 +97,8 @@ class MeasuredCosts(SavedValue):
     these timings, so that a search elsewhere prices as one here:
 
         >>> costs.save("costs.json")  # doctest: +SKIP
-        >>> sg.search(graph, cluster, costs=sg.MeasuredCosts.load("costs.json"))  # doctest: +SKIP
+        >>> costs = sg.costs.MeasuredCosts.load("costs.json")  # doctest: +SKIP
+        >>> sg.search(graph, cluster, costs=costs)  # doctest: +SKIP
 
     Args:
         cache: may be closed afterwards.

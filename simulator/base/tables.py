@@ -71,6 +71,26 @@ class Table:
         place = self._place(name)
         return [row[place] for row in self.rows]
 
+    def numbers(self, name: str) -> list[float]:
+        """The numbers under a heading, where each row has one.
+
+        Example:
+            >>> table = Table("times", {"what": Unit.TEXT, "time": Unit.SECONDS}, (("a", 0.5),))
+            >>> sum(table.numbers("time"))
+            0.5
+
+        Raises:
+            ValueError: if there is no such column, or it has a text or an unknown value.
+        """
+        found: list[float] = []
+        for row, value in zip(self.rows, self.column(name), strict=True):
+            if not isinstance(value, int | float):
+                raise ValueError(
+                    f"table {self.title!r}: {name!r} of row {row[0]!r} is {value!r}, no number"
+                )
+            found.append(value)
+        return found
+
     def sorted_by(self, name: str, *, descending: bool = True) -> Table:
         """The rows in the order of a column, equal ones as they stood, unknown ones last.
 

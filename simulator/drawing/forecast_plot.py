@@ -31,7 +31,8 @@ def plot_forecast(forecast: RunForecast, path: str | Path | None = None) -> Figu
     """Draw when the possible runs end, and what their seconds are spent on.
 
     Example:
-        >>> plot_forecast(sg.forecast_run(simulation, steps=500_000), "run.png")  # doctest: +SKIP
+        >>> forecast = sg.forecasts.forecast_run(simulation, steps=500_000)  # doctest: +SKIP
+        >>> plot_forecast(forecast, "run.png")  # doctest: +SKIP
 
     Args:
         forecast: its runs.

@@ -91,7 +91,7 @@ def _warn_moved(kind: str, groups: Sequence[Mapping[str, Any]]) -> None:
             warnings.warn(
                 f"a scheduler has moved the learning rate of {kind} from {float(first):g} to "
                 f"{float(now):g}, which is what the plan has: read the optimizer before a "
-                "scheduler is made of it, and give that as sg.TorchRate",
+                "scheduler is made of it, and give that as sg.optimizers.TorchRate",
                 stacklevel=4,
             )
             return

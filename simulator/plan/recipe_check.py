@@ -32,6 +32,6 @@ def check_recipe(training: Training, graph: OperatorGraph) -> None:
         if each.trainable and by_muon and len(each.shape) != 2:
             raise ValueError(
                 f"parameter {each.name!r} has shape {each.shape}, but Muon trains matrices; put "
-                "it into a group with another optimizer: sg.ParameterGroup((name,), "
+                "it into a group with another optimizer: sg.optimizers.ParameterGroup((name,), "
                 'optimizer="adam")'
             )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 import stratagem as sg
 from stratagem.calibration.profile_space import space_operators
+from stratagem.executor.training.training_loop import RunOptions
 from stratagem.runs import predicted_and_measured
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.models import gpt, mlp
@@ -67,6 +68,38 @@ def test_verb_documents_its_arguments(name: str) -> None:
     if name != "capture":
         missing = [p for p in inspect.signature(verb).parameters if f"{p}:" not in text]
         assert not missing
+
+
+def test_execute_names_every_option_of_a_run() -> None:
+    """But how many steps are timed, which is that of measurements."""
+    options = {each.name for each in fields(RunOptions)} - {"timed_every"}
+    assert options < set(inspect.signature(sg.execute).parameters)
+
+
+MODULES = [name for name in NAMES if inspect.ismodule(getattr(sg, name))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_names_of_a_module_are_importable_and_documented(name: str) -> None:
+    module = getattr(sg, name)
+    assert dir(module) == sorted(module.__all__) or name in ("models", "placements", "plots")
+    for each in module.__all__:
+        assert each.isupper() or len(inspect.getdoc(getattr(module, each)) or "") > 10
+
+
+@pytest.mark.parametrize("name", ["hardware", "costs", "optimizers", "forecasts", "experts"])
+def test_a_module_has_no_other_names(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'stratagem.face.{name}' has no .*'serach'"):
+        _ = getattr(sg, name).serach
+
+
+def test_modules_wait_for_no_torch_until_they_are_asked_for_what_needs_it() -> None:
+    code = """
+import sys, stratagem as sg
+sg.costs.RooflineCosts, sg.hardware.Link, sg.optimizers.ParameterGroup, sg.experts, sg.forecasts
+print("torch" in sys.modules)
+"""
+    assert run_python(code).strip() == "False"
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

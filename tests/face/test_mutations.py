@@ -84,7 +84,7 @@ def _simulation(path: Path) -> object:
 
 
 def _forecast(folder: Path) -> bytes:
-    hazards = sg.Hazards(
+    hazards = sg.forecasts.Hazards(
         node_mtbf_hours=10,
         restart_seconds=20,
         node_slow_hours=9,
@@ -92,12 +92,16 @@ def _forecast(folder: Path) -> bytes:
         slow_factor=1.5,
     )
     simulation = simulate_plan(PLAN, GRAPH, default_costs())
-    return sg.forecast_run(simulation, steps=10**7, hazards=hazards, runs=4).to_json().encode()
+    return (
+        sg.forecasts.forecast_run(simulation, steps=10**7, hazards=hazards, runs=4)
+        .to_json()
+        .encode()
+    )
 
 
 def _forecast_shown(path: Path) -> object:
     """Read and show it."""
-    found = sg.RunForecast.load(path)
+    found = sg.forecasts.RunForecast.load(path)
     return repr(found), str(found), found._repr_html_(), found.interval, found.costs.tolist()
 
 
@@ -153,9 +157,9 @@ def _filled(path: Path) -> list[Any]:
         return [*cache.entries(), *cache.collective_entries()]
 
 
-def _costs(folder: Path) -> sg.MeasuredCosts:
+def _costs(folder: Path) -> sg.costs.MeasuredCosts:
     entries = [each for each in _filled(folder / "costs") if isinstance(each.key, TimingKey)]
-    return sg.MeasuredCosts(
+    return sg.costs.MeasuredCosts(
         SimpleNamespace(entries=lambda: entries), {"cpu": ENVIRONMENT}, default_costs()
     )
 
@@ -234,7 +238,7 @@ KINDS = {
     "nccl-tests": Kind(lambda folder: NCCL.encode(), _imported),
     "costs": Kind(
         lambda folder: _costs(folder).to_json().encode(),
-        lambda path: repr(sg.MeasuredCosts.load(path)),
+        lambda path: repr(sg.costs.MeasuredCosts.load(path)),
         json=True,
     ),
     "csv": Kind(lambda folder: to_csv(_filled(folder / "c")).encode(), _imported, sums=True),

@@ -72,15 +72,19 @@ def timings() -> list[TimingEntry]:
 
 
 @cache
-def costs() -> sg.MeasuredCosts:
+def costs() -> sg.costs.MeasuredCosts:
     device = CLUSTER.device_type(0).name
-    return sg.MeasuredCosts(SimpleNamespace(entries=timings), {device: HERE}, default_costs())
+    return sg.costs.MeasuredCosts(
+        SimpleNamespace(entries=timings), {device: HERE}, default_costs()
+    )
 
 
 @cache
-def forecast() -> sg.RunForecast:
-    hazards = sg.Hazards(node_mtbf_hours=5, restart_seconds=60, stalls_per_day=9, stall_seconds=3)
-    return sg.forecast_run(SIMULATION, steps=10**6, hazards=hazards, runs=5)
+def forecast() -> sg.forecasts.RunForecast:
+    hazards = sg.forecasts.Hazards(
+        node_mtbf_hours=5, restart_seconds=60, stalls_per_day=9, stall_seconds=3
+    )
+    return sg.forecasts.forecast_run(SIMULATION, steps=10**6, hazards=hazards, runs=5)
 
 
 @cache
@@ -351,9 +355,9 @@ def test_result_files_from_before_are_read() -> None:
 def test_loaded_costs_price_as_the_first_to_the_last_bit(tmp_path: Path) -> None:
     """What was measured, what is corrected by that, updates, and the fallback's own."""
     costs().save(tmp_path / "costs.json")
-    loaded, device = sg.MeasuredCosts.load(tmp_path / "costs.json"), CLUSTER.device_type(0)
+    loaded, device = sg.costs.MeasuredCosts.load(tmp_path / "costs.json"), CLUSTER.device_type(0)
     training = PLAN.training
-    other = sg.DeviceType.preset("H100-80GB")
+    other = sg.hardware.DeviceType.preset("H100-80GB")
     sources = set()
     for operator in GRAPH.operators:
         for way in Direction:
@@ -375,10 +379,10 @@ def test_loaded_costs_price_as_the_first_to_the_last_bit(tmp_path: Path) -> None
 def test_costs_over_a_model_of_ones_own_have_no_file() -> None:
     """The message says which cost models have."""
 
-    class Own(sg.RooflineCosts):
+    class Own(sg.costs.RooflineCosts):
         pass
 
-    own = sg.MeasuredCosts(SimpleNamespace(entries=timings), {}, Own())
+    own = sg.costs.MeasuredCosts(SimpleNamespace(entries=timings), {}, Own())
     with pytest.raises(ValueError, match=r"fall back on Own, .* over KernelModelCosts or"):
         own.to_json()
 
@@ -387,7 +391,7 @@ def test_a_changed_timing_is_seen() -> None:
     content = json.loads(costs().to_json())
     content["timings"]["timing"][0]["median_s"] *= 2
     with pytest.raises(ValueError, match=r"costs file is broken: its timings .*field check"):
-        sg.MeasuredCosts.from_json(json.dumps(content))
+        sg.costs.MeasuredCosts.from_json(json.dumps(content))
 
 
 # -- timelines ------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib.util
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -130,18 +132,15 @@ class TestReference:
         text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
         entries = re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
         assert len(set(entries)) == len(entries)
-        homes = {f"{home}.{name}" for name, home in sg._HOMES.items()}
-        assert homes <= set(entries)
-        others = {e.rpartition(".")[2] for e in set(entries) - homes}
-        modules = (sg.models, sg.experts, sg.placements, sg.plots)
-        in_modules = {
-            getattr(module, name).__name__
-            for module in modules
-            for name in module.__all__
-            if not name.isupper()
-        }
-        assert in_modules <= others
-        assert others - in_modules == RETURNED
+        public = [getattr(sg, name) for name in dir(sg) if name != "__version__"]
+        modules = [each for each in public if inspect.ismodule(each)]
+        names = [(each, name) for each in modules for name in each.__all__ if not name.isupper()]
+        public += [getattr(module, name) for module, name in names]
+        values = {id(each) for each in public if not inspect.ismodule(each)}
+        described = {entry: pydoc.locate(entry) for entry in entries}
+        assert values <= {id(each) for each in described.values()}
+        others = [entry for entry, each in described.items() if id(each) not in values]
+        assert {each.rpartition(".")[2] for each in others} == RETURNED
 
 
 class TestTables:

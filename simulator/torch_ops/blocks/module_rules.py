@@ -307,6 +307,6 @@ def _warn(blocks: list[tuple[str, float]]) -> None:
         warnings.warn(
             f"capture: so that no token is dropped, the experts of {len(blocks)} blocks (such as "
             f"{path!r}) have {most:g} times the slots that tokens take, and memory for all; "
-            "stratagem.limit_capacity(model, 1.25) gives them 1.25 times as many",
+            "stratagem.experts.limit_capacity(model, 1.25) gives them 1.25 times as many",
             stacklevel=5,
         )

@@ -431,7 +431,6 @@ def execute(
     from stratagem.executor.running.planned_graph import planned_graph
     from stratagem.executor.state.weight_files import starting_state
     from stratagem.executor.training.batches import first_batch
-    from stratagem.executor.training.learning_rates import RateSchedule
     from stratagem.executor.training.training_loop import RunOptions
     from stratagem.runs.process_ranks import run_processes
 
@@ -446,15 +445,15 @@ def execute(
     check_type(resume, str | Path | None, "resume", where)
     check_type(weights, str | Path | None, "weights", where)
     run = run_plan if backend == "local" else partial(run_processes, backend=backend)
-    options = RunOptions(
+    options = RunOptions.of(
         steps=steps,
         warmup=warmup,
         gradients=gradients,
         parameters=parameters,
-        rate=rate or RateSchedule(),
-        checkpoint=None if checkpoint is None else Path(checkpoint),
+        rate=rate,
+        checkpoint=checkpoint,
         every=every,
-        resume=None if resume is None else Path(resume),
+        resume=resume,
         keep=keep,
         finite=finite,
         memory=memory,

@@ -339,7 +339,8 @@ def test_plans_with_compact_states_are_saved_and_searched(tmp_path: Any) -> None
         (lambda: Blocks(size=0), r"blocks have size 0"),
         (
             lambda: Training(
-                optimizer="adafactor", groups=(sg.ParameterGroup(("*",), optimizer="adam"),)
+                optimizer="adafactor",
+                groups=(sg.optimizers.ParameterGroup(("*",), optimizer="adam"),),
             ),
             "adafactor takes norms of all parameters and is not beside others",
         ),

@@ -199,7 +199,7 @@ def test_groups_of_lion_and_lamb_have_options(
         weight_decay=0.1,
         betas=(0.9, 0.99),
         **({"epsilon": 1e-3} if optimizer == "lamb" else {}),
-        groups=(sg.ParameterGroup(("own",), **options),),
+        groups=(sg.optimizers.ParameterGroup(("own",), **options),),
     )
     update = make_optimizer(training)
     found = {"own": start.clone(), "other": start.clone()}
@@ -218,12 +218,12 @@ def test_states_of_groups_are_priced() -> None:
     plain = Training(optimizer="sgd")
     base = sg.simulate(make_plan(case, whole, (1,), training=plain), case.graph).peak_memory
     for name in names:
-        group = sg.ParameterGroup((name,), momentum=0.9)
+        group = sg.optimizers.ParameterGroup((name,), momentum=0.9)
         training = Training(optimizer="sgd", groups=(group,))
         assert training.keeps_apart
         plan = make_plan(case, whole, (1,), training=training)
         assert sg.simulate(plan, case.graph).peak_memory - base == 4 * sizes[name]
-    adam = Training(groups=(sg.ParameterGroup((names[0],), amsgrad=True),))
+    adam = Training(groups=(sg.optimizers.ParameterGroup((names[0],), amsgrad=True),))
     assert adam.for_parameter(names[0]).optimizer_bytes == 12
     assert adam.for_parameter(names[1]).optimizer_bytes == 8
 
@@ -231,20 +231,26 @@ def test_states_of_groups_are_priced() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"groups": (sg.ParameterGroup(("*",), momentum=0.9),)}, "'adam' has none"),
+        ({"groups": (sg.optimizers.ParameterGroup(("*",), momentum=0.9),)}, "'adam' has none"),
         (
-            {"optimizer": "lion", "groups": (sg.ParameterGroup(("*",), epsilon=0.1),)},
+            {"optimizer": "lion", "groups": (sg.optimizers.ParameterGroup(("*",), epsilon=0.1),)},
             r"group '\*' has epsilon=0.1, but optimizer 'lion' has none",
         ),
         (
-            {"optimizer": "sgd", "groups": (sg.ParameterGroup(("*",), nesterov=True),)},
+            {"optimizer": "sgd", "groups": (sg.optimizers.ParameterGroup(("*",), nesterov=True),)},
             "its momentum is 0; give a momentum above 0",
         ),
-        ({"groups": (sg.ParameterGroup(("*",), betas=(0.9, 1.0)),)}, r"betas are \(0.9, 1.0\)"),
+        (
+            {"groups": (sg.optimizers.ParameterGroup(("*",), betas=(0.9, 1.0)),)},
+            r"betas are \(0.9, 1.0\)",
+        ),
         ({"dampening": 0.1}, "dampening is 0.1, but optimizer 'adam' has none; .*'sgd'"),
         ({"optimizer": "sgd", "dampening": 0.1}, "dampening is 0.1, but momentum is 0"),
         (
-            {"maximize": True, "groups": (sg.ParameterGroup(("*",), optimizer="muon"),)},
+            {
+                "maximize": True,
+                "groups": (sg.optimizers.ParameterGroup(("*",), optimizer="muon"),),
+            },
             "maximize is True, but Muon has none",
         ),
     ],
@@ -256,15 +262,15 @@ def test_options_without_effect_are_refused(options: dict[str, Any], said: str) 
 
 def test_a_group_has_one_rate() -> None:
     with pytest.raises(ValueError, match=r"learning_rate is 0.1 and rate 0.5; give one of them"):
-        sg.ParameterGroup(("*",), 0.5, learning_rate=0.1)
+        sg.optimizers.ParameterGroup(("*",), 0.5, learning_rate=0.1)
     with pytest.raises(ValueError, match=r"trained at rate 1\.0, but scheduled is False"):
-        sg.ParameterGroup(("*",), scheduled=False)
+        sg.optimizers.ParameterGroup(("*",), scheduled=False)
 
 
 def test_a_group_says_what_it_has_of_its_own() -> None:
-    group = sg.ParameterGroup(("*.bias",), 0.5, momentum=0.9)
+    group = sg.optimizers.ParameterGroup(("*.bias",), 0.5, momentum=0.9)
     assert repr(group) == "ParameterGroup(names=('*.bias',), rate=0.5, momentum=0.9)"
-    assert eval(repr(group), {"ParameterGroup": sg.ParameterGroup}) == group
+    assert eval(repr(group), {"ParameterGroup": sg.optimizers.ParameterGroup}) == group
 
 
 def test_names_are_held_as_fnmatch_reads_them() -> None:
@@ -273,8 +279,8 @@ def test_names_are_held_as_fnmatch_reads_them() -> None:
     letters = "a[]*?.!0"
     for _ in range(2000):
         name, other = ("".join(rng.choices(letters, k=rng.randint(1, 4))) for _ in range(2))
-        group = sg.ParameterGroup((literally(name),))
+        group = sg.optimizers.ParameterGroup((literally(name),))
         assert group.holds(name)
         assert group.holds(other) == (other == name)
-    assert sg.ParameterGroup(("[ab].c",)).holds("a.c")
-    assert not sg.ParameterGroup(("[ab].c",)).holds("[ab].c")
+    assert sg.optimizers.ParameterGroup(("[ab].c",)).holds("a.c")
+    assert not sg.optimizers.ParameterGroup(("[ab].c",)).holds("[ab].c")

@@ -114,7 +114,11 @@ def test_a_random_recipe_trains_as_torch_does(seed: int, tmp_path: Any) -> None:
     clipped = {} if clip is None else {f"clip_{clip}": 0.05}
     training = Training.of(build(case.model), case.model, **clipped)
     first, second = (random_plan(case, 100 * seed + n, training) for n in range(2))
-    rate, state, done = sg.TorchRate(schedule), model_state(case.model), rng.randint(1, STEPS - 1)
+    rate, state, done = (
+        sg.optimizers.TorchRate(schedule),
+        model_state(case.model),
+        rng.randint(1, STEPS - 1),
+    )
     execute(first, case.graph, state, case.batch, steps=done, rate=rate, checkpoint=tmp_path)
     result = execute(
         second, case.graph, state, case.batch, steps=STEPS, rate=rate, resume=tmp_path

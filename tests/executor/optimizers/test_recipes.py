@@ -113,7 +113,7 @@ def test_an_optimizer_of_torch_is_read_and_executed(name: str, seed: int) -> Non
 
 def test_a_group_by_pattern_is_one_by_parameters() -> None:
     case = double(mlp_case())
-    groups = (sg.ParameterGroup(("*.bias",), weight_decay=0.0, rate=0.5),)
+    groups = (sg.optimizers.ParameterGroup(("*.bias",), weight_decay=0.0, rate=0.5),)
     training = Training(weight_decay=0.2, learning_rate=0.01, epsilon=1e-3, groups=groups)
     plan = make_plan(case, drawing(2), (3,), training=training)
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
@@ -193,7 +193,7 @@ def test_lamb_of_groups_and_of_a_parameter_that_is_zero() -> None:
     case = double(mlp_case())
     with torch.no_grad():
         case.model.get_parameter("layers.1.bias").zero_()
-    groups = (sg.ParameterGroup(("*.bias",), weight_decay=0.0, rate=0.5),)
+    groups = (sg.optimizers.ParameterGroup(("*.bias",), weight_decay=0.0, rate=0.5),)
     plan = make_plan(case, drawing(2), (3,), training=Training(**LAMB, groups=groups))
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS)
 
@@ -307,8 +307,17 @@ def test_an_update_of_every_optimizer_can_be_timed(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optimizer": "lamb", "groups": (sg.ParameterGroup(("*",), optimizer="adam"),)}, "norms"),
-        ({"groups": (sg.ParameterGroup(("*",), optimizer="adams"),)}, "no optimizer 'adams'"),
+        (
+            {
+                "optimizer": "lamb",
+                "groups": (sg.optimizers.ParameterGroup(("*",), optimizer="adam"),),
+            },
+            "norms",
+        ),
+        (
+            {"groups": (sg.optimizers.ParameterGroup(("*",), optimizer="adams"),)},
+            "no optimizer 'adams'",
+        ),
         ({"momentum": 0.9}, "optimizer 'adam' has none"),
     ],
 )
@@ -554,7 +563,7 @@ def test_options_that_contradict_are_refused(options: dict[str, Any], said: str)
 
 def test_a_group_that_holds_nothing_is_refused() -> None:
     case = mlp_case()
-    training = Training(groups=(sg.ParameterGroup(("*.gamma",)),))
+    training = Training(groups=(sg.optimizers.ParameterGroup(("*.gamma",)),))
     plan = make_plan(case, whole, (1,), training=training)
     with pytest.raises(ValueError, match=r"no parameter of 'MLP' is of group \*\.gamma"):
         execute(plan, case.graph, model_state(case.model), case.batch)

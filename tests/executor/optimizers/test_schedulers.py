@@ -62,7 +62,7 @@ def test_rates_that_a_scheduler_is_told_are_what_they_are_in_torch(name: str) ->
     """They were multiplied by the plan's own rate: ``max_lr=0.2`` was a fifth of it."""
     case, build = double(mlp_case()), lambda m: optim.SGD(m.parameters(), lr=0.05, momentum=0.9)
     plan = make_plan(case, drawing(3), (2,), training=Training.of(build(case.model), case.model))
-    rate = sg.TorchRate(ABSOLUTE[name])
+    rate = sg.optimizers.TorchRate(ABSOLUTE[name])
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
     assert_same(result, *trained(case, build, schedule=ABSOLUTE[name]))
 
@@ -147,7 +147,7 @@ def test_what_a_scheduler_moves_is_moved(name: str, build: str, tmp_path: Any) -
     """Under random plans, the first of which writes a checkpoint that the second goes on from."""
     case, seed = double(mlp_case()), 31 * len(name) + len(build)
     training = Training.of(BUILDS[build](case.model), case.model)
-    state, rate = model_state(case.model), sg.TorchRate(MOVING[name])
+    state, rate = model_state(case.model), sg.optimizers.TorchRate(MOVING[name])
     losses, parameters = trained(case, BUILDS[build], schedule=MOVING[name])
     assert losses != pytest.approx(trained(case, BUILDS[build])[0], rel=1e-6)
     first, second = (random_plan(case, seed + n, training) for n in range(2))
@@ -171,7 +171,7 @@ def test_momentum_is_moved_under_every_kind_of_plan(
     training = Training.of(build(case.model), case.model)
     choose = sharding("sample", zero=zero)
     plan = make_plan(case, choose, *shapes, num_microbatches=num_microbatches, training=training)
-    rate = sg.TorchRate(MOVING["one cycle"])
+    rate = sg.optimizers.TorchRate(MOVING["one cycle"])
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
     assert_same(result, *trained(case, build, schedule=MOVING["one cycle"]))
 
@@ -184,7 +184,7 @@ def test_processes_are_told_what_is_moved(name: str, tmp_path: Any) -> None:
     case, build = double(mlp_case()), BUILDS["groups of adamw"]
     training = Training.of(build(case.model), case.model)
     plan = make_plan(case, sharding("sample", zero=1), (2,), training=training)
-    given: Any = {"backend": "gloo", "rate": sg.TorchRate(MOVING[name])}
+    given: Any = {"backend": "gloo", "rate": sg.optimizers.TorchRate(MOVING[name])}
     sg.execute(plan, case.model, case.batch, steps=2, checkpoint=tmp_path, **given)
     result = sg.execute(plan, case.model, case.batch, steps=STEPS, resume=tmp_path, **given)
     losses, parameters = trained(case, build, schedule=MOVING[name])
@@ -205,7 +205,7 @@ def test_a_scheduler_sees_the_groups_that_the_optimizer_has() -> None:
 
     training = Training.of(build(case.model), case.model)
     plan = make_plan(case, drawing(3), (2,), training=training)
-    rate = sg.TorchRate(schedule)
+    rate = sg.optimizers.TorchRate(schedule)
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
     assert_same(result, *trained(case, build, schedule=schedule))
 
@@ -217,7 +217,7 @@ def test_momentum_of_other_optimizers_is_moved(optimizer: str) -> None:
     own: dict[str, Any] = {"momentum": 0.9} if optimizer == "muon" else {"betas": (0.9, 0.97)}
     own |= {"epsilon": 1e-5} if optimizer in ("lamb", "adam8bit") else {}
     training = Training(optimizer=optimizer, weight_decay=0.1, **own)
-    rate = sg.TorchRate(MOVING["one cycle"], training)
+    rate = sg.optimizers.TorchRate(MOVING["one cycle"], training)
     by_torch = optim.SGD([torch.zeros(())], lr=1e-3, momentum=0.9)
     scheduler = MOVING["one cycle"](by_torch)
     for step in range(STEPS):
@@ -292,7 +292,7 @@ GROUPS = (ParameterGroup(("*.bias",), 0.5), ParameterGroup(("*.weight",), 2.0))
 def test_what_a_scheduler_changes_and_no_update_reads_is_refused(
     make: Callable[[Any], Any], training: Training, said: str
 ) -> None:
-    settings = settings_by_step(sg.TorchRate(make), training)
+    settings = settings_by_step(sg.optimizers.TorchRate(make), training)
     with pytest.raises(ValueError, match=said):
         settings(1)
 
@@ -302,8 +302,10 @@ def test_a_step_that_moves_momentum_is_no_graph() -> None:
     """A graph has the betas that it was recorded with."""
     for name, moves in (("one cycle", True), ("decays", True), ("floors", False)):
         training = Training(weight_decay=0.1)
-        assert moves_more_than_rates(sg.TorchRate(MOVING[name]), training, STEPS) is moves, name
-    assert not moves_more_than_rates(sg.RateSchedule("linear", 1, 9), Training(), STEPS)
+        assert (
+            moves_more_than_rates(sg.optimizers.TorchRate(MOVING[name]), training, STEPS) is moves
+        ), name
+    assert not moves_more_than_rates(sg.optimizers.RateSchedule("linear", 1, 9), Training(), STEPS)
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
@@ -312,7 +314,7 @@ def test_a_step_that_moves_momentum_is_no_graph() -> None:
 def test_schedulers_of_torch_are_taken_as_they_are(name: str) -> None:
     case, build = double(mlp_case()), OPTIMIZERS["groups of sgd"]
     plan = make_plan(case, drawing(3), (2,), training=Training.of(build(case.model), case.model))
-    rate = sg.TorchRate(SCHEDULES[name])
+    rate = sg.optimizers.TorchRate(SCHEDULES[name])
     result = execute(plan, case.graph, model_state(case.model), case.batch, steps=STEPS, rate=rate)
     assert_same(result, *trained(case, build, schedule=SCHEDULES[name]))
 
@@ -325,7 +327,7 @@ def test_ranks_that_are_threads_share_a_scheduler() -> None:
             time.sleep(2e-3)
             super().step(epoch)
 
-    rate = sg.TorchRate(lambda optimizer: Slow(optimizer, step_size=1, gamma=0.5))
+    rate = sg.optimizers.TorchRate(lambda optimizer: Slow(optimizer, step_size=1, gamma=0.5))
     with ThreadPoolExecutor(4) as pool:
         rates = list(pool.map(rate, [5] * 4))
     assert rates == [0.5**5] * 4
@@ -335,15 +337,17 @@ def test_ranks_that_are_threads_share_a_scheduler() -> None:
 def test_steps_of_long_ago_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a long run are not all in memory."""
     monkeypatch.setattr("stratagem.executor.training.learning_rates.REMEMBERED", 3)
-    rate = sg.TorchRate(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+    rate = sg.optimizers.TorchRate(
+        lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    )
     steps = (7, 5, 6, 0, 9, 3, 8)
     assert [rate(step) for step in steps] == [0.5**step for step in steps]
     assert len(rate._found) == 3
-    again = pickle.loads(pickle.dumps(sg.TorchRate(Decays)))
+    again = pickle.loads(pickle.dumps(sg.optimizers.TorchRate(Decays)))
     assert again(3) == 1.0
 
 
 def test_a_scheduler_that_needs_a_loss_is_refused() -> None:
-    rate = sg.TorchRate(lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer))
+    rate = sg.optimizers.TorchRate(lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs more than the number of the"):
         rate(3)

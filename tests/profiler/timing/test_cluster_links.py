@@ -148,7 +148,7 @@ def test_times_of_nccl_tests_reach_links_and_prices(place: Path) -> None:
     for nbytes in SIZES:
         each = entry(Collective.ALL_REDUCE, nbytes, 8, 1)
         assert price(mine, each) == pytest.approx(each.measurement.median_s, rel=0.02)
-    assert sg.fit_links(given) == mine
+    assert sg.hardware.fit_links(given) == mine
     graph = gpt(num_layers=1, hidden=256, num_heads=8, vocabulary=512, sequence=64, batch=16)
     plan = sg.TrainingSetup(tensor=8).plan(graph, mine)
     true = replace(given, intra_node=TRUE.intra_node)
@@ -294,7 +294,7 @@ class TestMeasuredLinks:
         assert replace(found, intra_node=given.intra_node, calibration=calibration) == given
         assert found.intra_node.name == given.intra_node.name
         assert not found.intra_node.shares_compute
-        again = sg.fit_links(given)
+        again = sg.hardware.fit_links(given)
         assert again.intra_node.by_group_size == found.intra_node.by_group_size
 
     def test_the_command_line_writes_it(self, place: Path, asked: Any, monkeypatch: Any) -> None:

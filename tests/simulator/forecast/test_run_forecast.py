@@ -22,14 +22,14 @@ GRAPH = sg.models.mlp([1024, 1024], batch=1024)
 CLUSTER = replace(sg.Cluster.preset("dgx-a100", num_nodes=4), node_price_per_hour=10.0)
 SIMULATION = replace(sg.simulate(sg.TrainingSetup().plan(GRAPH, CLUSTER), GRAPH), step_time=10.0)
 SURE = replace(SIMULATION, relative_error=0.0)
-HAZARDS = sg.Hazards(
+HAZARDS = sg.forecasts.Hazards(
     node_mtbf_hours=200, restart_seconds=300, spare_nodes=1, repair_hours=5, step_variation=0.05
 )
-SAVING = sg.Checkpoints(seconds=30)
+SAVING = sg.forecasts.Checkpoints(seconds=30)
 
 
 def test_a_quiet_run_takes_its_steps_and_its_last_checkpoint() -> None:
-    forecast = sg.forecast_run(SURE, steps=1000, checkpoints=SAVING, runs=3)
+    forecast = sg.forecasts.forecast_run(SURE, steps=1000, checkpoints=SAVING, runs=3)
     assert forecast.seconds.tolist() == [10_030.0] * 3
     assert forecast.interval == (10_030.0, 10_030.0)
     assert forecast.costs.tolist() == [pytest.approx(10_030 / 3600 * 40)] * 3
@@ -38,7 +38,7 @@ def test_a_quiet_run_takes_its_steps_and_its_last_checkpoint() -> None:
 
 
 def test_spare_nodes_are_paid_for() -> None:
-    forecast = sg.forecast_run(SURE, steps=1000, hazards=HAZARDS, runs=2)
+    forecast = sg.forecasts.forecast_run(SURE, steps=1000, hazards=HAZARDS, runs=2)
     assert forecast.price_per_hour == 50.0
 
 
@@ -46,9 +46,11 @@ def test_nodes_that_a_plan_leaves_idle_do_not_end_it() -> None:
     """Each of two nodes fails as often as one of four, so half as often as the four together."""
     half = sg.TrainingSetup().plan(GRAPH, CLUSTER.resized(num_nodes=2))
     on_two = replace(SURE, plan=replace(half, cluster=CLUSTER))
-    hazards = sg.Hazards(node_mtbf_hours=100, restart_seconds=60)
+    hazards = sg.forecasts.Hazards(node_mtbf_hours=100, restart_seconds=60)
     two, four = (
-        sg.forecast_run(each, steps=100_000, hazards=hazards, checkpoints=SAVING, runs=30)
+        sg.forecasts.forecast_run(
+            each, steps=100_000, hazards=hazards, checkpoints=SAVING, runs=30
+        )
         for each in (on_two, SURE)
     )
     assert two.plan.num_nodes == 2
@@ -59,7 +61,7 @@ def test_nodes_that_a_plan_leaves_idle_do_not_end_it() -> None:
 def test_the_error_of_the_step_is_that_of_the_run() -> None:
     """Without mishaps the spread is that of the prediction: its logarithm is normal."""
     unsure = replace(SIMULATION, relative_error=0.2)
-    forecast = sg.forecast_run(unsure, steps=1000, runs=2000)
+    forecast = sg.forecasts.forecast_run(unsure, steps=1000, runs=2000)
     logs = np.log(forecast.seconds / 10_000)
     assert logs.mean() == pytest.approx(0, abs=0.02)
     assert logs.std() == pytest.approx(np.log(1.2), rel=0.05)
@@ -68,7 +70,9 @@ def test_the_error_of_the_step_is_that_of_the_run() -> None:
 
 
 def test_seconds_are_all_in_the_table() -> None:
-    forecast = sg.forecast_run(SURE, steps=200_000, hazards=HAZARDS, checkpoints=SAVING, runs=30)
+    forecast = sg.forecasts.forecast_run(
+        SURE, steps=200_000, hazards=HAZARDS, checkpoints=SAVING, runs=30
+    )
     np.testing.assert_allclose(forecast.spent.sum(axis=1), forecast.seconds)
     assert sum(forecast.table.column("share")) == pytest.approx(1)  # type: ignore[arg-type]
     assert forecast.failures.sum() > 30
@@ -79,11 +83,11 @@ def test_seconds_are_all_in_the_table() -> None:
 def test_other_plans_meet_the_same_misfortunes() -> None:
     """With one seed, a quicker step never ends later, run by run."""
     slow, quick = (
-        sg.forecast_run(
+        sg.forecasts.forecast_run(
             replace(SURE, step_time=seconds),
             steps=50_000,
-            hazards=sg.Hazards(node_mtbf_hours=100, restart_seconds=600),
-            checkpoints=sg.Checkpoints(seconds=30, every_seconds=1200),
+            hazards=sg.forecasts.Hazards(node_mtbf_hours=100, restart_seconds=600),
+            checkpoints=sg.forecasts.Checkpoints(seconds=30, every_seconds=1200),
             runs=20,
         )
         for seconds in (12.0, 6.0)
@@ -92,11 +96,11 @@ def test_other_plans_meet_the_same_misfortunes() -> None:
 
 
 def test_the_best_interval_is_taken() -> None:
-    hazards = sg.Hazards(node_mtbf_hours=40, restart_seconds=60)
+    hazards = sg.forecasts.Hazards(node_mtbf_hours=40, restart_seconds=60)
 
     def goodput(every: float | None) -> float:
-        checkpoints = sg.Checkpoints(seconds=60, every_seconds=every)
-        found = sg.forecast_run(
+        checkpoints = sg.forecasts.Checkpoints(seconds=60, every_seconds=every)
+        found = sg.forecasts.forecast_run(
             SURE, steps=30_000, hazards=hazards, checkpoints=checkpoints, runs=60
         )
         return float(found.goodputs.mean())
@@ -111,18 +115,18 @@ def test_the_best_interval_is_taken() -> None:
         ({"steps": 0}, "steps is 0; forecast one or more"),
         ({"runs": 0}, "runs is 0; forecast one or more"),
         (
-            {"hazards": sg.Hazards(node_mtbf_hours=0.01, restart_seconds=600)},
+            {"hazards": sg.forecasts.Hazards(node_mtbf_hours=0.01, restart_seconds=600)},
             "fails every 9.00 s in the mean",
         ),
         (
-            {"hazards": sg.Hazards(node_mtbf_hours=2, repair_hours=500)},
+            {"hazards": sg.forecasts.Hazards(node_mtbf_hours=2, repair_hours=500)},
             "waiting for nodes: make that rarer or shorter",
         ),
     ],
 )
 def test_runs_that_do_not_end_are_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        sg.forecast_run(SURE, **{"steps": 2000, "runs": 2, **arguments})  # type: ignore[arg-type]
+        sg.forecasts.forecast_run(SURE, **{"steps": 2000, "runs": 2, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_runs_that_do_not_end_are_refused(arguments: dict[str, object], words: s
 )
 def test_hazards_that_cannot_be_are_refused(given: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        sg.Hazards(**given)  # type: ignore[arg-type]
+        sg.forecasts.Hazards(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +158,7 @@ def test_hazards_that_cannot_be_are_refused(given: dict[str, float], words: str)
 )
 def test_checkpoints_that_cannot_be_are_refused(given: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        sg.Checkpoints(**given)
+        sg.forecasts.Checkpoints(**given)
 
 
 @given(st.integers(0, 50), st.floats(50, 400))
@@ -162,8 +166,8 @@ def test_more_failures_never_help_in_the_mean(seed: int, hours: float) -> None:
     """Twice as many failures lengthen the mean of many runs."""
 
     def mean(mtbf: float) -> float:
-        hazards = sg.Hazards(node_mtbf_hours=mtbf, restart_seconds=600)
-        found = sg.forecast_run(
+        hazards = sg.forecasts.Hazards(node_mtbf_hours=mtbf, restart_seconds=600)
+        found = sg.forecasts.forecast_run(
             SURE, steps=5_000, hazards=hazards, checkpoints=SAVING, runs=20, seed=seed
         )
         return float(found.seconds.mean())
@@ -181,7 +185,7 @@ def test_the_command_line_forecasts_and_keeps(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*asked, "--json", "--out", str(out), "--plot", str(picture)])
     assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)
-    loaded = sg.RunForecast.load(out)
+    loaded = sg.forecasts.RunForecast.load(out)
     assert answer["seconds"] == np.median(loaded.seconds)
     assert answer["spent"]["restarts"] == pytest.approx(2 * answer["failures"])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -43,7 +43,7 @@ def group(**options: Any) -> Callable[[], object]:
 
 
 def forecast(**options: Any) -> Callable[[], object]:
-    return lambda: sg.forecast_run(sg.simulate(plan(), GRAPH), **options)
+    return lambda: sg.forecasts.forecast_run(sg.simulate(plan(), GRAPH), **options)
 
 
 def annotate(axes: Any, annotations: Any = None, **options: Any) -> Callable[[], object]:
@@ -100,7 +100,7 @@ def annotate(axes: Any, annotations: Any = None, **options: Any) -> Callable[[],
         (lambda: replace(CLUSTER.calibration, stall_us=nan), "stall_us is nan"),
         (lambda: replace(DEVICE, launch_us=nan), "launch_us is nan"),
         (lambda: replace(DEVICE, launch_us=-1.0), "launch_us is -1.0; it must be 0 or more"),
-        (lambda: sg.MeshAxis("a", 1.5), "size is 1.5"),
+        (lambda: sg.hardware.MeshAxis("a", 1.5), "size is 1.5"),
         (lambda: sg.TrainingSetup(microbatch="1"), "training setup: microbatch is '1'"),
         (lambda: plan(num_microbatches=1.5), "num_microbatches is 1.5"),
         (lambda: plan(bucket_bytes=nan), "bucket_bytes is nan"),
@@ -116,8 +116,11 @@ def annotate(axes: Any, annotations: Any = None, **options: Any) -> Callable[[],
         (forecast(steps=5, runs="3"), "runs is '3'"),
         (forecast(steps=5, seed=-1), "seed is -1; it must be 0 or more"),
         (forecast(steps=5, hazards={}), "hazards is {}; it must be a Hazards"),
-        (lambda: sg.Checkpoints(seconds="3"), "checkpoints: seconds is '3'; it must be a number"),
-        (lambda: sg.Hazards(node_mtbf_hours=None), "hazards: node_mtbf_hours is None"),
+        (
+            lambda: sg.forecasts.Checkpoints(seconds="3"),
+            "checkpoints: seconds is '3'; it must be a number",
+        ),
+        (lambda: sg.forecasts.Hazards(node_mtbf_hours=None), "hazards: node_mtbf_hours is None"),
         (annotate({"data": "2"}), "annotate: axes is {'data': '2'}; it must be a mapping"),
         (annotate({"data": -1, "model": -2}), "axis 'data' is -1; it must be 1 or more"),
         (annotate({"data": 2}, {"layers.0": "sample"}), "annotations is {'layers.0': 'sample'}"),

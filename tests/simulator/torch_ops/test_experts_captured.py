@@ -141,7 +141,7 @@ def test_fewer_slots_on_request() -> None:
     changes = {"num_hidden_layers": 1, "initializer_range": 0.5}
     model, batch = hugging_face("Mixtral", **changes)
     dropless = float(model(**batch).loss.detach())
-    sg.limit_capacity(model, 0.75)
+    sg.experts.limit_capacity(model, 0.75)
     case = make_case(model, **batch)
     slots = case.graph.operator("model.layers.0.mlp.dispatch").sizes["slot"]
     assert slots == 5  # 0.75 · 2 · 12 / 4, rounded up
@@ -211,7 +211,7 @@ def test_slots_for_all_tokens_are_announced() -> None:
     said = r"2 blocks \(such as 'model.layers.0.mlp'\) have 4 times the slots"
     with pytest.warns(UserWarning, match=said):
         capture(model, kwargs=batch)
-    sg.limit_capacity(model, 1.0)
+    sg.experts.limit_capacity(model, 1.0)
     capture(model, kwargs=batch)
 
 
@@ -241,9 +241,9 @@ def test_losses_of_routers_are_those_of_torch(family: str) -> None:
 
 def test_impossible_factors_are_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no block of experts that capture knows; it"):
-        sg.limit_capacity(nn.Linear(2, 2), 1.25)
+        sg.experts.limit_capacity(nn.Linear(2, 2), 1.25)
     with pytest.raises(ValueError, match="the factor is 0; it must be above 0"):
-        sg.limit_capacity(nn.Linear(2, 2), 0)
+        sg.experts.limit_capacity(nn.Linear(2, 2), 0)
     with pytest.raises(ValueError, match="10 tokens cannot choose 5 of 4 experts"):
         experts.capacity(10, 4, 5)
     assert experts.capacity(10, 4, 2) == 10 == experts.capacity(10, 4, 2, 8.0)
