@@ -32,6 +32,7 @@ from stratagem.executor.resharding.seats import box_shape, cut, cut_part
 from stratagem.executor.state.batch_norm_counters import as_tensors
 from stratagem.executor.state.parameter_state import PARAMETER
 from stratagem.executor.state.rewritten_parameters import to_model, to_rewritten
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.graph.substitutions.parameter_map import ParameterMap
 from stratagem.simulator.kernel_times.training import AVERAGE, WHOLE_STATES
 from stratagem.simulator.sharding.tensor_parts import (
@@ -71,6 +72,12 @@ def load_checkpoint(
         ValueError: when there is no complete checkpoint, a file of it is missing or damaged, or
             `model` has other parameters, or there are no averages.
     """
+    check_arguments(
+        "load_checkpoint",
+        path=(path, str | Path),
+        model=(model, nn.Module | None),
+        averages=(averages, bool),
+    )
     with Checkpoint(find_checkpoint(path)) as checkpoint:
         checkpoint.check_files()
         checkpoint.check_hashes()

@@ -32,6 +32,7 @@ from stratagem.executor.state.parameter_parts import check_state, model_state
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import first_step
 from stratagem.executor.watching.rank_place import Place
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.precision import FORMATS, is_full
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.plan.plan import Plan
@@ -64,6 +65,13 @@ def check(
         ValueError: when the plan is not for this model and batch or cannot be executed; when one
             device cannot repeat its step, see `judge`.
     """
+    check_arguments(
+        "check",
+        plan=(plan, Plan),
+        model=(model, nn.Module),
+        batch=(batch, Mapping),
+        graph=(graph, OperatorGraph | None),
+    )
     used = graph or planned_graph(plan, model, batch)
     reference_of(plan, plan.rewrite(used).graph)  # Refused here where there is none.
     program, state = prepare(plan, used), model_state(model)

@@ -37,7 +37,7 @@ from stratagem.searcher.space.graph_rewrites import rewritings
 from stratagem.searcher.space.schedule_traits import Form, schedules_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import ZERO_STAGES, Options, all_skeletons
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.substitutions import Rewritten, Substituted
@@ -129,18 +129,18 @@ def search(
         KeyboardInterrupt: it was interrupted twice; or once, before it knew any plan, where the
             constraints allow no known strategy.
     """
-    for name, value, kind in (
-        ("graph", graph, OperatorGraph),
-        ("cluster", cluster, Cluster),
-        ("space", space, Space | None),
-        ("training", training, Training | None),
-        ("budget", budget, Budget | None),
-        ("baselines", baselines, tuple[str, ...] | None),
-        ("start", start, Plan | None),
-        ("prefer", prefer, str),
-        ("draws", draws, int),
-    ):
-        check_type(value, kind, name, "search")
+    check_arguments(
+        "search",
+        graph=(graph, OperatorGraph),
+        cluster=(cluster, Cluster),
+        space=(space, Space | None),
+        training=(training, Training | None),
+        budget=(budget, Budget | None),
+        baselines=(baselines, tuple[str, ...] | None),
+        start=(start, Plan | None),
+        prefer=(prefer, str),
+        draws=(draws, int),
+    )
     if draws < 0:
         raise ValueError(f"draws is {draws}: draw errors of the prices 0 times or more")
     if prefer not in PREFERENCES:

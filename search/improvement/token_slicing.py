@@ -19,6 +19,7 @@ import numpy as np
 
 from stratagem.searcher.space.schedule_traits import Form, schedules_in
 from stratagem.simulator.base.arrays import Floats
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import num_positions, token_dims
 from stratagem.simulator.kernel_times.cost_model import CostModel
@@ -57,6 +58,9 @@ def slice_tokens(
         ValueError: the model cannot be sliced (see `token_slices`), `unit` does not divide its
             positions, or stages share devices.
     """
+    check_arguments(
+        "slice_tokens", plan=(plan, Plan), graph=(graph, OperatorGraph), unit=(unit, int | None)
+    )
     costs = costs_or_default(costs)
     graph = plan.rewrite(graph).graph
     total = num_positions(graph, token_dims(graph))

@@ -15,6 +15,7 @@ from stratagem.searcher.problem.simulated_plan import SimulatedPlan
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.skeletons import ZERO_STAGES, skeleton_of
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.token_slices import num_slices
@@ -79,6 +80,12 @@ class WhatIf:
         costs: CostModel | None = None,
         space: Space | None = None,
     ) -> None:
+        check_arguments(
+            "WhatIf",
+            plan=(plan, Plan),
+            graph=(graph, OperatorGraph),
+            space=(space, Space | None),
+        )
         graph = plan.on(graph)
         self._graph, self._original = graph, plan
         self._player = _player(plan, graph, costs_or_default(costs), space or Space())

@@ -9,6 +9,7 @@ from typing import Any
 from stratagem.searcher.driver.incumbent import FrontPoint, front_of
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import SIMPLEST, search
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -109,6 +110,13 @@ def search_sizes(
     Raises:
         ValueError: an unknown objective, no size, or money on a cluster without a price.
     """
+    check_arguments(
+        "search_sizes",
+        graph=(graph, OperatorGraph),
+        cluster=(cluster, Cluster),
+        num_nodes=(num_nodes, tuple[int, ...]),
+        objective=(objective, str),
+    )
     if objective not in OBJECTIVES:
         raise unknown("objective", objective, OBJECTIVES)
     if not num_nodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.robustness.robust_choice import DRAWS, Robustness, drawn_steps
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 
@@ -32,9 +33,12 @@ def robustness(
         seed: of the draws.
 
     Raises:
-        ValueError: if nothing is to be drawn, or the plan found does not fit: then there is no
-            choice to be sure of.
+        ValueError: an argument of another type; if nothing is to be drawn, or the plan found does
+            not fit: then there is no choice to be sure of.
     """
+    check_arguments(
+        "robustness", result=(result, SearchResult), draws=(draws, int), seed=(seed, int)
+    )
     if not result.simulation.fits:
         raise ValueError("the plan found does not fit the memory, so there is no choice to judge")
     prices = costs_or_default(costs)

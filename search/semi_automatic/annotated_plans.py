@@ -20,7 +20,7 @@ from stratagem.searcher.space.constraints import Rule, Space
 from stratagem.searcher.space.logical_dims import logical_dims
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.strategies import with_recompute
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -172,18 +172,18 @@ def annotate(
             that are not all devices; no such tensor, dim or axis; two patterns that say different
             things of one tensor.
     """
-    for name, value, kind in (
-        ("graph", graph, OperatorGraph),
-        ("cluster", cluster, Cluster),
-        ("axes", axes, Mapping[str, int]),
-        ("annotations", annotations, Mapping[str, Mapping[str, str | None]] | None),
-        ("layout", layout, Mapping[str, str] | None),
-        ("training", training, Training | None),
-        ("microbatches", microbatches, int),
-        ("recompute", recompute, str),
-        ("zero", zero, int),
-    ):
-        check_type(value, kind, name, "annotate")
+    check_arguments(
+        "annotate",
+        graph=(graph, OperatorGraph),
+        cluster=(cluster, Cluster),
+        axes=(axes, Mapping[str, int]),
+        annotations=(annotations, Mapping[str, Mapping[str, str | None]] | None),
+        layout=(layout, Mapping[str, str] | None),
+        training=(training, Training | None),
+        microbatches=(microbatches, int),
+        recompute=(recompute, str),
+        zero=(zero, int),
+    )
     asking = Asking(
         dict(axes), dict(annotations or {}), dict(layout or {}), microbatches, recompute, zero
     )

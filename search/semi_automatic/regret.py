@@ -12,6 +12,7 @@ from stratagem.searcher.driver.search import search
 from stratagem.searcher.semi_automatic.annotated_plans import Annotated, complete_plan
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import rank
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.pricing.row_memory import RowMemory
@@ -146,6 +147,9 @@ def annotation_regret(
     Raises:
         ValueError: as `search` does, or where an argument is one of these.
     """
+    check_arguments(
+        "annotation_regret", annotated=(annotated, Annotated), space=(space, Space | None)
+    )
     for name in ("start", "training"):
         if name in arguments:
             raise ValueError(

@@ -17,7 +17,7 @@ from stratagem.searcher.space.strategies import (
     warn_of_whole,
     with_recompute,
 )
-from stratagem.simulator.base.field_types import check_fields
+from stratagem.simulator.base.field_types import check_arguments, check_fields
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.graph.checkpoint_segments import check_policy
@@ -178,6 +178,9 @@ class TrainingSetup:
             ValueError: degrees that fit neither the cluster, the batch nor the model, or that do
                 nothing; the message says which.
         """
+        check_arguments(
+            "plan", graph=(graph, OperatorGraph), cluster=(cluster, Cluster), name=(name, str)
+        )
         parts = self.num_microbatches(graph, cluster)
         self.check(graph, cluster)
         warn_of_whole(graph, self.tensor, inside_experts=self.expert > 1)

@@ -66,6 +66,25 @@ def check_type(value: object, kind: Any, name: str, where: str = "") -> None:
         )
 
 
+def check_arguments(where: str, **given: tuple[object, Any]) -> None:
+    """Refuse arguments that are not of their types; the first line of a public function.
+
+    Example:
+        >>> check_arguments("execute", steps=("2", int), memory=(True, bool))
+        Traceback (most recent call last):
+        ValueError: execute: steps is '2'; it must be a whole number
+
+    Args:
+        where: what errors call the function.
+        given: per argument its value and its type.
+
+    Raises:
+        ValueError: names the argument, its value and what is expected.
+    """
+    for name, (value, kind) in given.items():
+        check_type(value, kind, name, where)
+
+
 LONGEST_SHOWN = 60
 """Characters of a value in an error."""
 
@@ -136,6 +155,8 @@ def _in_words(kind: Any) -> str:
         return " or ".join(dict.fromkeys(map(_in_words, parts)))
     if origin is Literal:
         return " or ".join(map(repr, parts))
+    if origin is tuple and parts == (Any, ...):
+        return "a tuple, such as (x,)"
     if origin is tuple and parts[-1] is ...:
         return f"a tuple, each {_in_words(parts[0])}"
     if origin is tuple:
@@ -144,5 +165,7 @@ def _in_words(kind: Any) -> str:
         return f"a mapping of {_in_words(parts[0])} to {_in_words(parts[1])}"
     if origin is Callable or kind is Callable:
         return "a function"
+    if kind is Mapping:
+        return "a mapping"
     name = (origin or kind).__name__
     return f"a{'n' * (name[0] in 'AEIOU')} {name}"

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from stratagem.simulator.base.arrays import Floats
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
@@ -270,15 +270,15 @@ def forecast_run(
         ValueError: an argument of another type, fewer than one step or run, a seed below 0, or a
             run that does not come to an end; the message says what keeps it.
     """
-    for name, value, kind in (
-        ("simulation", simulation, Simulation),
-        ("steps", steps, int),
-        ("hazards", hazards, Hazards | None),
-        ("checkpoints", checkpoints, Checkpoints | None),
-        ("runs", runs, int),
-        ("seed", seed, int),
-    ):
-        check_type(value, kind, name, "forecast_run")
+    check_arguments(
+        "forecast_run",
+        simulation=(simulation, Simulation),
+        steps=(steps, int),
+        hazards=(hazards, Hazards | None),
+        checkpoints=(checkpoints, Checkpoints | None),
+        runs=(runs, int),
+        seed=(seed, int),
+    )
     for name, count in (("steps", steps), ("runs", runs)):
         if count < 1:
             raise ValueError(f"{name} is {count}; forecast one or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.chains import ELEMENTWISE
 from stratagem.simulator.operators.kinds.generics import GENERIC, GENERIC_PRODUCT
@@ -39,6 +40,7 @@ def forward_pass(graph: OperatorGraph) -> OperatorGraph:
         ValueError: the graph is a forward pass already, has no cross-entropy, or an operator of
             which is not known what it does when the model evaluates.
     """
+    check_arguments("forward_pass", graph=(graph, OperatorGraph))
     if graph.is_forward:
         raise ValueError(f"{graph.name!r} is a forward pass already; take it as it is")
     losses = [each for each in graph.operators if role_of(each) is OperatorRole.LOSS]

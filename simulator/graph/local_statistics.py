@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.operators.kinds.norms import LOCAL
 from stratagem.simulator.operators.kinds.sums_over_samples import takes_statistics
@@ -26,6 +27,7 @@ def local_statistics(graph: OperatorGraph) -> OperatorGraph:
     this graph to have such plans; they run with the model's own graph as well. A model without
     batch norms in training stays as it is. Substitutions apply before, not after.
     """
+    check_arguments("local_statistics", graph=(graph, OperatorGraph))
     operators = tuple(map(_local, graph.operators))
     return graph if operators == graph.operators else replace(graph, operators=operators)
 

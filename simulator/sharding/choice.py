@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Flag, auto
 from typing import Any, Self
 
+from stratagem.simulator.base.field_types import check_type
 from stratagem.simulator.graph.placement import Config, Pin
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.sharding.pieces_and_fusion import (
@@ -75,6 +76,8 @@ class Choice:
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {self.zero}; it must be 0, 1, 2 or 3")
+        if self.chunks.__class__ is not int:  # Choices are made by the million.
+            check_type(self.chunks, int, "chunks", "choice")
         if self.chunks < 1:
             raise ValueError(f"{self.chunks} chunks; there must be at least 1")
         if self.streamed and self.chunks == 1:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import few
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration, format_numbers
@@ -74,7 +75,11 @@ def describe(simulation: Simulation, graph: OperatorGraph) -> str:
 
     Returns:
         Several lines: the whole step, then each stage with its devices, splits and memory.
+
+    Raises:
+        ValueError: an argument of another type.
     """
+    check_arguments("describe", simulation=(simulation, Simulation), graph=(graph, OperatorGraph))
     words = plan_words(simulation, graph)
     paragraphs = [_wrapped(words.headline)]
     for stage in words.stages:

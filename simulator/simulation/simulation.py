@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.files import encode, reading
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.saved_values import FileForm, SavedValue
@@ -358,8 +358,7 @@ def simulate_plan(
     Raises:
         ValueError: when the plan is not for `graph` (see `Plan.check`).
     """
-    check_type(plan, Plan, "plan", "simulate")
-    check_type(graph, OperatorGraph, "graph", "simulate")
+    check_arguments("simulate", plan=(plan, Plan), graph=(graph, OperatorGraph))
     graph = plan.on(graph)
     return simulate_model(plan_model(plan, graph, costs, memory))
 

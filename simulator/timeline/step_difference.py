@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.timeline.time_attribution import Attribution, attribute
@@ -96,7 +97,11 @@ def diff_timelines(first: Timeline, second: Timeline) -> TimelineDiff:
     Args:
         first: what the other is compared with.
         second: its changes are positive where it takes longer.
+
+    Raises:
+        ValueError: an argument of another type.
     """
+    check_arguments("diff_timelines", first=(first, Timeline), second=(second, Timeline))
     labels = first.label, second.label
     if labels[0] == labels[1]:
         labels = f"{labels[0]} (first)", f"{labels[1]} (second)"

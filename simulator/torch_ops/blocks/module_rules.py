@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.torch_ops.blocks import experts, scans
 
 Forward = Callable[..., Any]
@@ -54,6 +55,7 @@ def limit_capacity(model: nn.Module, factor: float) -> None:
     Raises:
         ValueError: the factor is not above 0, or the model has no such block.
     """
+    check_arguments("limit_capacity", model=(model, nn.Module), factor=(factor, float))
     if not factor > 0:
         raise ValueError(f"limit_capacity: the factor is {factor}; it must be above 0")
     found = [each for each in model.modules() if _is_known(each)]

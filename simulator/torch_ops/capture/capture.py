@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, TensorArgument
 
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.torch_ops.blocks.module_rules import Rules, exchanged
 from stratagem.simulator.torch_ops.capture.exporting import export
@@ -66,7 +66,18 @@ def capture(
             returns no scalar (with `forward`: no tensor). Names the aten operator, the module, the
             line and the shapes.
     """
-    check_type(model, nn.Module, "model", "capture")
+    check_arguments(
+        "capture",
+        model=(model, nn.Module),
+        args=(args, tuple[Any, ...]),
+        kwargs=(kwargs, Mapping | None),
+        name=(name, str | None),
+        loss=(loss, Callable | None),
+        targets=(targets, torch.Tensor | None),
+        rules=(rules, Mapping | None),
+        fallback=(fallback, bool),
+        forward=(forward, bool),
+    )
     if forward and (loss is not None or targets is not None):
         raise ValueError(
             "capture: forward=True is the forward pass alone, which takes no loss= and no "

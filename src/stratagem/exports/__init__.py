@@ -21,6 +21,7 @@ from stratagem.exports.megatron import megatron
 from stratagem.exports.reading.differences import differences
 from stratagem.exports.reading.export import Export, ExportDraft
 from stratagem.exports.torchtitan import torchtitan
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
@@ -130,6 +131,9 @@ def export(
         ValueError: when there is no such format, the plan is not for this graph, or that is a
             forward pass.
     """
+    check_arguments(
+        "export", plan=(plan, Plan), graph=(graph, OperatorGraph), target=(target, str)
+    )
     if target not in FORMATS:
         raise unknown("export", target, FORMATS)
     if graph.is_forward:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -25,7 +25,7 @@ from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.robustness.robust_choice import DRAWS
 from stratagem.searcher.space.constraints import Space
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.misspelt_names import unknown
 from stratagem.simulator.base.tables import Table
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -116,6 +116,7 @@ def search(
             plan to start from that is not for this search.
     """
     begun = time.monotonic()
+    check_arguments("search", checkpoint=(checkpoint, str | Path | None))
     with (
         Interrupts().heard() as interrupts,
         progress_bar(enabled=not callable(progress) and progress) as show,
@@ -199,6 +200,13 @@ def report(
     """
     from stratagem.searcher.report import page
 
+    check_arguments(
+        "report",
+        result=(result, SearchResult),
+        path=(path, str | Path),
+        space=(space, Space | None),
+        budget=(budget, Budget | None),
+    )
     with progress_bar(enabled=progress) as show:
         page.report(
             result,
@@ -246,6 +254,12 @@ def compare_schedules(
     Raises:
         ValueError: when the plan is no such pipeline, or not for this graph.
     """
+    check_arguments(
+        "compare_schedules",
+        plan=(plan, Plan),
+        graph=(graph, OperatorGraph),
+        token_slices=(token_slices, int),
+    )
     return schedule_comparison.compare_schedules(
         plan, graph, costs_or_default(costs), token_slices=token_slices
     )
@@ -292,7 +306,19 @@ def profile(
             cluster or a training beside a plan that has another one, or neither cluster nor plan.
     """
     from stratagem.calibration.profile_space import profile_wanted, wanted_operators
+    from stratagem.profiler.timing.operator_timing import Effort
 
+    check_arguments(
+        "profile",
+        graph=(graph, OperatorGraph),
+        cluster=(cluster, Cluster | None),
+        plan=(plan, Plan | None),
+        training=(training, Training | None),
+        cache=(cache, str | Path | None),
+        max_operators=(max_operators, int),
+        seconds=(seconds, float | None),
+        effort=(effort, Effort | None),
+    )
     wanted = wanted_operators(graph, cluster, plan=plan, training=training)
     done = profile_wanted(
         wanted.operators,
@@ -327,6 +353,9 @@ def local_cluster(num_processes: int = 2, *, cache: str | Path | None = None) ->
     """
     from stratagem.calibration.measured_links import measured_links
 
+    check_arguments(
+        "local_cluster", num_processes=(num_processes, int), cache=(cache, str | Path | None)
+    )
     cluster = Cluster.preset("local-cpu", devices_per_node=num_processes)
     return measured_links(cluster, cache=cache).cluster
 
@@ -352,6 +381,7 @@ def fit_links(cluster: Cluster, *, cache: str | Path | None = None) -> Cluster:
     """
     from stratagem.calibration.measured_links import links_from_cache
 
+    check_arguments("fit_links", cluster=(cluster, Cluster), cache=(cache, str | Path | None))
     return links_from_cache(cluster, cache=cache).cluster
 
 
@@ -434,16 +464,19 @@ def execute(
     from stratagem.executor.training.training_loop import RunOptions
     from stratagem.runs.process_ranks import run_processes
 
-    known, where = get_args(Backend), "execute"
-    check_type(backend, str, "backend", where)
-    if backend not in known:
-        raise unknown("backend", backend, known)
-    check_type(plan, Plan, "plan", where)
-    check_type(model, nn.Module, "model", where)
-    check_type(graph, OperatorGraph | None, "graph", where)
-    check_type(checkpoint, str | Path | None, "checkpoint", where)
-    check_type(resume, str | Path | None, "resume", where)
-    check_type(weights, str | Path | None, "weights", where)
+    check_arguments(
+        "execute",
+        plan=(plan, Plan),
+        model=(model, nn.Module),
+        data=(data, Iterable),
+        graph=(graph, OperatorGraph | None),
+        checkpoint=(checkpoint, str | Path | None),
+        resume=(resume, str | Path | None),
+        weights=(weights, str | Path | None),
+        backend=(backend, str),
+    )
+    if backend not in get_args(Backend):
+        raise unknown("backend", backend, get_args(Backend))
     run = run_plan if backend == "local" else partial(run_processes, backend=backend)
     options = RunOptions.of(
         steps=steps,

@@ -14,6 +14,7 @@ import numpy as np
 
 from stratagem.runs.as_run_tells import whole_passes, with_receivers
 from stratagem.runs.shared_cores import shared_time, shares_beside
+from stratagem.simulator.base.field_types import check_arguments
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.base.units import format_bytes, format_duration
@@ -322,7 +323,17 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
         predicted: from `simulate` or a search.
         measured: from `execute`.
         path: where to save the figure too; the suffix is the format.
+
+    Raises:
+        ValueError: an argument of another type.
     """
+    check_arguments("compare", path=(path, str | Path | None))
+    for name, given in (("predicted", predicted), ("measured", measured)):
+        if "timeline" not in dir(given):  # To look at it would draw it.
+            raise ValueError(
+                f"compare: {name} is a {type(given).__name__}; it must be what `simulate` or "
+                "`execute` gave"
+            )
     counted = _counted(predicted, measured)
     comparison = Comparison(
         replace(predicted.timeline, label="predicted"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import inf, nan
 from typing import Any
 
@@ -152,3 +154,70 @@ def test_numbers_of_numpy_count_and_lists_are_tuples() -> None:
     assert found.pipeline == 2
     assert sg.Training(learning_rate=np.float32(0.5), betas=[0.5, 0.9]).betas == (0.5, 0.9)
     assert sg.Budget(np.int64(5), seconds=3).settled().evaluations == 5
+
+
+MODEL = nn.Sequential(nn.Linear(8, 8))
+BATCH = {"input": torch.ones(4, 8)}
+
+
+@cache
+def valid() -> dict[str, dict[str, Any]]:
+    """Arguments that verbs take; none is begun with them, as one of them is replaced."""
+    simulation = sg.simulate(plan(), GRAPH)
+    searched = sg.search(GRAPH, CLUSTER, budget=sg.Budget(evaluations=0), progress=False, draws=0)
+    layers = sg.annotate(GRAPH, CLUSTER, {"data": 2}, {"layers.0": {"data": "sample"}})
+    on = {"plan": plan(), "graph": GRAPH}
+    return {
+        "annotate": {"graph": GRAPH, "cluster": CLUSTER, "axes": {"data": 2}},
+        "annotation_regret": {"annotated": layers},
+        "capture": {"model": MODEL, "args": (BATCH["input"],)},
+        "check": {"plan": plan(), "model": MODEL, "batch": BATCH},
+        "compare": {"predicted": simulation, "measured": simulation},
+        "compare_schedules": on,
+        "describe": {"simulation": simulation, "graph": GRAPH},
+        "diff_timelines": {"first": simulation.timeline, "second": simulation.timeline},
+        "doctor": {},
+        "execute": {"plan": plan(), "model": MODEL, "data": BATCH},
+        "export": {**on, "target": "megatron"},
+        "forward_pass": {"graph": GRAPH},
+        "load_checkpoint": {"path": "nowhere"},
+        "local_cluster": {},
+        "local_statistics": {"graph": GRAPH},
+        "profile": {"graph": GRAPH, "cluster": CLUSTER},
+        "report": {"result": searched, "path": "report.html"},
+        "robustness": {"result": searched},
+        "search": {"graph": GRAPH, "cluster": CLUSTER},
+        "search_sizes": {"graph": GRAPH, "cluster": CLUSTER, "num_nodes": [1]},
+        "simulate": on,
+        "slice_tokens": on,
+        "forecast_run": {"simulation": simulation, "steps": 5},
+        "fit_links": {"cluster": CLUSTER},
+        "limit_capacity": {"model": MODEL, "factor": 2.0},
+    }
+
+
+VERBS = {
+    each.__name__: each
+    for module in (sg, sg.forecasts, sg.hardware, sg.costs, sg.optimizers)
+    for each in (getattr(module, name) for name in dir(module))
+    if inspect.isfunction(each) and each is not sg.selective_scan
+} | {"limit_capacity": sg.experts.limit_capacity}
+
+
+class Something:
+    """Of no type that anything takes."""
+
+
+@pytest.mark.parametrize(
+    ("verb", "argument"),
+    [
+        (name, argument)
+        for name, verb in VERBS.items()
+        for argument, said in inspect.signature(verb).parameters.items()
+        if said.kind is not said.VAR_KEYWORD and argument != "progress"
+    ],
+)
+def test_a_verb_names_the_argument_that_is_of_no_type_it_takes(verb: str, argument: str) -> None:
+    given = {**valid()[verb], argument: Something()}
+    with pytest.raises((ValueError, TypeError), match=rf"\b{argument}\b.*(must be|give)"):
+        VERBS[verb](**given)
