@@ -15,13 +15,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help demo docs test test-all test-fast lint kernels format setup clean
+.PHONY: help demo docs test test-slow test-all lint kernels format setup clean
 
 help:
 	@echo "make demo       find a plan for GPT-2 on 16 A100s, then plan and run a small GPT here"
-	@echo "make test       linters, types and all tests"
-	@echo "make test-all   those, and long ones: thousands of damaged files, many faults"
-	@echo "make test-fast  the tests that take no more than a few seconds each"
+	@echo "make test       linters, types and the tests, but for what follows"
+	@echo "make test-slow  what takes seconds each and runs lines that others run, too"
+	@echo "make test-all   everything, and long ones: thousands of damaged files, many faults"
 	@echo "make docs       the documentation, in site/"
 	@echo "make lint       linters and types only"
 	@echo "make format     let ruff format the code"
@@ -61,15 +61,16 @@ TEST_PROCESSES ?= 2
 
 test: $(READY)
 	$(MAKE) --no-print-directory --jobs=2 lint kernels
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow and not long'
 
-# With the tests of `long`, whose few cases `make test` has too.
+# What continuous integration runs behind `make test`.
+test-slow: kernels
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'slow and not long'
+
+# With the tests of `long`, whose few cases the others have too.
 test-all: $(READY)
 	$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'long or not long'
-
-test-fast: kernels
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'not slow and not notebook and not long'
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

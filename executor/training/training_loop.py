@@ -182,8 +182,8 @@ class RunOptions(RunSettings):
 
         Example:
             >>> options = RunOptions.of(steps=3, checkpoint="kept", rate=None)
-            >>> options.checkpoint, options.rate
-            (PosixPath('kept'), RateSchedule())
+            >>> options.checkpoint, options.rate == RateSchedule()
+            (PosixPath('kept'), True)
 
         Args:
             options: by the names of the attributes.

@@ -169,6 +169,7 @@ def test_simulate_says_what_is_in_memory(place: Path) -> None:
     assert (place / "memory.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_options_of_a_search_are_in_the_plan(place: Path) -> None:
     found = call(
         *("search", "graph.json", *SMALL, "--chunks", "2", "--fuse", "--bucket-mib", "1"),
@@ -232,6 +233,7 @@ def test_compare_with_diff(place: Path) -> None:
     assert (place / "d.json").exists()
 
 
+@pytest.mark.slow
 def test_search_is_the_same_again(place: Path) -> None:
     for out in ("one.json", "two.json"):
         assert call("search", "graph.json", *SMALL, "-o", out).exit_code == 0
@@ -424,7 +426,6 @@ main()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", crossed(MOMENTS, every=2))
 def test_interrupt_of_imports_ends_with_130_too(place: Path, moment: float) -> None:
     """Ctrl-C in the first two seconds printed where in torch or numba it had come."""
@@ -454,7 +455,6 @@ def test_interrupt_ends_with_130(place: Path) -> None:
     assert "g.json" not in files(place)
 
 
-@pytest.mark.slow
 def test_failed_rank_is_one_line_too(place: Path) -> None:
     write_plan()
     before = files(place)
@@ -465,7 +465,6 @@ def test_failed_rank_is_one_line_too(place: Path) -> None:
     assert files(place) == before
 
 
-@pytest.mark.slow
 def test_profile_search_run_compare(place: Path) -> None:
     model = "small_model:build"
     options = ("-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")

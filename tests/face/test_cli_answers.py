@@ -199,7 +199,6 @@ class TestJson:
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)
 
-    @pytest.mark.slow
     def test_profile_and_run(self, place):
         with timed_briefly():
             found = answer("profile", "answer_model:build", "--seconds", "1", "--limit", "5")
@@ -239,6 +238,7 @@ class TestHelp:
         assert f"Example: stratagem {verb}" in shown
         assert "--json" in shown
 
+    @pytest.mark.slow
     def test_shells_complete_verbs_and_names(self, place):
         def completed(line: str) -> list[str]:
             environment = {

@@ -382,6 +382,7 @@ def test_formats_by_which_nothing_is_lost(zero: int, tensor: int) -> None:
     assert list(fast) == [n for n, e in exported.items() if e.ratio <= 0.5 * (1 + LOSSLESS)]
 
 
+@pytest.mark.slow
 def test_a_search_says_which_formats_lose_nothing() -> None:
     pair = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     quick = {"budget": sg.Budget(0, bounded=0), "baselines": (), "progress": False}

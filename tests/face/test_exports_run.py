@@ -63,6 +63,7 @@ def cases(name: str) -> Iterator[tuple[str, str, Plan]]:
         yield "dtensor", "sharded_by_dtensor", plan
 
 
+@pytest.mark.slow
 def test_exports_train_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     number = 0
     for name in ("mlp", "gpt", "tied_gpt"):

@@ -107,6 +107,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = sg.serach
 
 
+@pytest.mark.slow
 def test_search_stays_a_function_when_the_package_is_imported() -> None:
     code = "import stratagem.searcher.driver.result, stratagem as sg; print(sg.search.__name__)"
     assert run_python(code).strip() == "search"
@@ -117,6 +118,7 @@ def test_import_loads_nothing_heavy(heavy: str) -> None:
     assert run_python(f"import stratagem, sys; print({heavy!r} in sys.modules)").strip() == "False"
 
 
+@pytest.mark.slow
 def test_simulating_waits_for_no_torch() -> None:
     code = """
 import sys, stratagem as sg
@@ -129,6 +131,7 @@ print(sorted({"torch", "matplotlib", "cupy"} & set(sys.modules)))
     assert run_python(code).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_executor_is_importable_without_cuda() -> None:
     code = "import stratagem.executor, stratagem.executor.running.execute, sys;"
     code += "print('cupy' in sys.modules)"

@@ -101,6 +101,7 @@ def test_no_name_leaves_a_comment(monkeypatch: pytest.MonkeyPatch, target: str, 
     assert all("\r" not in line for line in harmless)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300))
 @given(st.text())
 def test_any_text_is_a_literal_of_python(text: str) -> None:

@@ -116,6 +116,7 @@ def result() -> sg.SearchResult:
     return found()
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_what_was_saved(value: SavedValue, tmp_path: Path) -> None:
     """Its file is that of the loaded one, to the byte; so nothing was dropped on the way."""
     path = tmp_path / "value.json"

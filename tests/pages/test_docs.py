@@ -233,6 +233,7 @@ def visit(page: Tab, url: str) -> None:
 
 @pytest.mark.slow
 class TestSite:
+    @pytest.mark.slow
     def test_every_page_is_built_and_listed(self, site: Path) -> None:
         start = (site / "index.html").read_text()
         for page in PAGES:
@@ -240,11 +241,13 @@ class TestSite:
             assert (site / name).is_file()
             assert f'href="{name}"' in start or name == "index.html"
 
+    @pytest.mark.slow
     def test_examples_of_docstrings_are_code(self, site: Path) -> None:
         text = (site / "api" / "search.html").read_text()
         assert "Examples:" in text
         assert "<p>&gt;&gt;&gt;" not in text
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_pages_can_be_read_on_narrow_screens(self, address, tmp_path, scheme) -> None:
         if CHROMIUM is None:
@@ -261,6 +264,7 @@ class TestSite:
                     assert not page.errors
                     assert all(url.startswith((address, "data:")) for url in page.requests)
 
+    @pytest.mark.slow
     def test_search_finds_a_word(self, address: str, tmp_path: Path) -> None:
         if CHROMIUM is None:
             pytest.skip(MISSING)

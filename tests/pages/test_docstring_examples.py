@@ -29,6 +29,7 @@ def modules_by_room() -> dict[str, list[str]]:
 ROOMS = modules_by_room()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -163,6 +163,7 @@ def test_a_peak_is_that_of_the_rank_on_which_it_was_measured(measured):
         assert Predictor().outcome(run).peak_bytes == expected + reserved
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_a_line_a_file_and_writes_the_page(measured, tmp_path):
     page = tmp_path / "accuracy.md"
     done = subprocess.run(
@@ -206,6 +207,7 @@ def test_the_report_names_rows_that_are_far_off(tmp_path):
     assert "x.csv: 1" in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_fitting_a_cluster_finds_the_constants_that_its_runs_were_made_with():
     """Steps as simulated on a cluster whose kernels take longer, to be told from steps alone."""
     preset = Cluster.preset("dgx-a100-superpod").with_devices(8)

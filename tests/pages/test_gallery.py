@@ -74,6 +74,7 @@ def graph_of(name: str) -> OperatorGraph:
     return gallery.graph_of(name)
 
 
+@pytest.mark.slow
 @of_published_size
 def test_parameters_are_those_published(name: str) -> None:
     assert graph_of(name).num_parameters == PARAMETERS[name]
@@ -108,12 +109,10 @@ SOON = ("vit",)
 """Whose search takes a quarter of a minute on two cores; those of all eight take eight minutes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SOON else pytest.mark.long)
-        for name in gallery.NAMES
-    ],
+    [pytest.param(name, marks=() if name in SOON else pytest.mark.long) for name in gallery.NAMES],
 )
 def test_a_search_finds_the_committed_plan(name: str) -> None:
     found = gallery.job(installed(name)).search(graph_of(name)).plan

@@ -88,8 +88,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield owner.km
 
 
-@pytest.mark.slow
-@pytest.mark.notebook
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     "path",

@@ -57,6 +57,7 @@ def test_code_runs_as_it_stands(
     assert (tmp_path / "step.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_published_run_is_predicted_as_it_stands() -> None:
     program = f"import stratagem as sg\n{code_block(1)}"
     done = subprocess.run(

@@ -26,10 +26,12 @@ def rooms() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong(rooms: ModuleType) -> None:
     assert list(rooms.complaints()) == []
 
 
+@pytest.mark.slow
 def test_the_picture_is_of_these_rooms(rooms: ModuleType) -> None:
     shown = rooms.PICTURE.read_text(encoding="utf-8")
     assert shown == rooms.draw(), "python docs/rooms.py --draw"
@@ -116,6 +118,7 @@ def named_in(chapter: Path) -> list[str]:
 
 
 class TestChapters:
+    @pytest.mark.slow
     def test_every_room_is_explained(self, rooms: ModuleType) -> None:
         known, _ = rooms.import_graph()
         having = {rooms.room_of(n, known) for n, p in known.items() if p.name != "__init__.py"}
@@ -138,6 +141,7 @@ class TestChapters:
             assert re.findall(r"`([^`]+)`", listed) == named_in(CHAPTERS / name), name
 
 
+@pytest.mark.slow
 def test_the_readme_lists_the_rooms_of_every_package(rooms: ModuleType) -> None:
     known, _ = rooms.import_graph()
     text = (FILE.parents[1] / "README.md").read_text("utf-8")

@@ -39,6 +39,7 @@ def test_problems_are_drawn_by_their_number() -> None:
     assert (one.graph.fingerprint, one.cluster) != (other.graph.fingerprint, other.cluster)
 
 
+@pytest.mark.slow
 def test_problems_are_small_and_various() -> None:
     drawn = [draw_problem(0, number, limit=200_000) for number in range(45)]
     for problem in drawn:
@@ -62,6 +63,7 @@ def test_plans_are_counted_without_prices() -> None:
     assert count_plans(s.graph, skeletons(s.graph, s.cluster)) == sum(priced) == problem.num_plans
 
 
+@pytest.mark.slow
 def test_exhaustive_plans_are_the_best_of_each_skeleton_or_none() -> None:
     problem = draw_problem(0, 3, limit=LIMIT)
     s = situation_of(problem)
@@ -117,6 +119,7 @@ def test_what_counts_as_found_and_as_violated(
     assert (outcome.is_found, outcome.is_bound_violated) == (found, violated)
 
 
+@pytest.mark.slow
 def test_sums_over_small_problems() -> None:
     sums = optimality.run(2, seed=0, limit=LIMIT, evaluations=4_000)
     assert sums["graphs"] == 2
@@ -140,6 +143,7 @@ def test_two_processes_and_one_core_or_two_give_the_same_plan() -> None:
     assert (line["runs"], line["plans"], line["identical"]) == (2, 1, True)
 
 
+@pytest.mark.slow
 def test_other_seeds_and_models_have_other_plan_files() -> None:
     """Else equal hashes would say nothing."""
     plan = json.loads(determinism.plan_bytes("small mlp", 200, 1))
@@ -171,6 +175,7 @@ def test_cases_have_the_sizes_of_their_names(name: str, billions: float, devices
     assert case.cluster().num_devices == devices
 
 
+@pytest.mark.slow
 def test_a_line_of_a_small_case() -> None:
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     case = Case(lambda: mlp([256] * 4, batch=16), lambda: cluster, Training())

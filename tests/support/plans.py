@@ -360,8 +360,11 @@ def optional(choose: Chooser, seed: int) -> Chooser:
 
 def few(values: Collection[object], count: int) -> list[object]:
     """The first of some values, such as seeds: `make test-all` runs the others, too."""
-    marks = [pytest.mark.slow] * count + [pytest.mark.long] * (len(values) - count)
-    return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+    listed = list(values)
+    return [
+        *listed[:count],
+        *(pytest.param(each, marks=pytest.mark.long) for each in listed[count:]),
+    ]
 
 
 def crossed(*values: Iterable[object], every: int) -> list[object]:

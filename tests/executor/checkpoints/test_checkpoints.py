@@ -100,6 +100,7 @@ def test_a_checkpoint_is_the_same_after_any_plan_has_loaded_it(
     assert updates == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "name"),
     crossed(["float32", "bfloat16"], ["two stages", "drawn and rewritten"], every=2),

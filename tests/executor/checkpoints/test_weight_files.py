@@ -148,6 +148,7 @@ def test_a_rank_holds_one_whole_parameter_at_a_time(rules: tuple[str, ...]) -> N
         assert largest <= most <= (4 if rules else 2) * largest < everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["local", "gloo"])
 def test_a_model_without_values_trains_as_the_one_that_was_saved(
     backend: str, tmp_path: Path

@@ -193,6 +193,7 @@ def test_what_is_no_class_is_not_passed_over(label: int) -> None:
     assert gradient[0].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", few(["bfloat16", "float32"], 1))
 @pytest.mark.parametrize(
     ("rows", "classes"), [(37, 33), (3, 1), (7, CLASSES_OF_A_WARP + 54), (4, 10_007)]

@@ -159,12 +159,14 @@ def test_mixed_precision_with_clipped_gradients(mlp: Case, optimizer: str) -> No
     assert_trains_alike(mlp, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_pipelines(gpt: Case, schedule: str) -> None:
     plan = make_plan(gpt, megatron, (2,), (1,), num_microbatches=4, schedule=schedule)
     assert_trains_alike(gpt, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(3), 1))
 def test_random_plans(gpt: Case, seed: int) -> None:
     assert_trains_alike(gpt, random_plan(gpt, seed))

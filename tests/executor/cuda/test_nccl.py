@@ -75,6 +75,7 @@ def assert_equals_torch(case: Case, plan: Plan) -> None:
     assert max(errors.values()) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "cnn"])
 @pytest.mark.parametrize("seed", few(range(4), 1))
 def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
@@ -88,6 +89,7 @@ def test_pipelines_equal_torch(gpt: Case, schedule: str) -> None:
     assert_equals_torch(gpt, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan_of", "seed"),
     [("lstm", random_plan, 249), ("gpt", random_plan, 434), ("lstm", opposite_plan, 28)],

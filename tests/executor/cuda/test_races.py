@@ -54,6 +54,7 @@ def test_pipelines(gpt: Case) -> None:
     assert steps_of(gpt, plan) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(2), 1))
 def test_random_plans(gpt: Case, seed: int) -> None:
     steps_of(gpt, random_plan(gpt, seed))

@@ -117,6 +117,7 @@ def test_the_host_neither_waits_nor_times_in_a_step_that_is_not_timed(mlp: Case)
         assert 0 < asked["record"] <= timed - len(program.ranks[0].instructions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", crossed(cases(), every=2), ids=lambda case: case.name)
 def test_a_step_starts_hardly_more_kernels_than_eager_torch(case: object) -> None:
     def rank(comm: Communicator) -> tuple[int, int]:

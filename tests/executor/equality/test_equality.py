@@ -64,6 +64,7 @@ def test_torch_tells_what_adds_up(loss: Scalar, expected: bool) -> None:
     assert adds_up(model, {**batch, "m": torch.rand(6).double()}) is expected
 
 
+@pytest.mark.slow
 def test_a_plan_that_trains_something_else_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,6 +166,7 @@ def test_an_operator_pinned_on_one_index_runs_there_only(mlp: Case) -> None:
     assert_equal_to_torch(mlp, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(12), 2))
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
 def test_random_plans_equal_torch(model: str, seed: int, request: pytest.FixtureRequest) -> None:
@@ -173,6 +174,7 @@ def test_random_plans_equal_torch(model: str, seed: int, request: pytest.Fixture
     assert_equal_to_torch(case, random_plan(case, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(100, 200), 1))
 @pytest.mark.parametrize("model", ["gpt", "mlp", "cnn"])
 def test_many_random_plans_equal_torch(
@@ -351,6 +353,7 @@ def test_transfers_between_stages_have_the_names_of_the_simulator(gpt: Case) -> 
     assert "tokens ↔ head" in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(4), 2))
 def test_predicted_and_measured_timelines_have_the_same_tasks(gpt: Case, seed: int) -> None:
     """But for pieces of a conversion that cannot go by themselves: they are priced so."""
@@ -436,6 +439,7 @@ PROCESSES: dict[str, tuple[Chooser, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", few([2, 1], 1))
 def test_processes_publish_buckets_by_one_collective_each(
     gpt: Case, folder: Path, zero: int
@@ -463,6 +467,7 @@ def is_publish(program: Program, number: int) -> bool:
     return isinstance(instruction, Convert | Bundle) and instruction.task.endswith(" publish")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(PROCESSES, 1))
 def test_processes_equal_torch(gpt: Case, folder: Path, name: str) -> None:
     choose, shapes = PROCESSES[name]

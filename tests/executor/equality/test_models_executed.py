@@ -85,6 +85,7 @@ def check(case: Case, seed: int) -> None:
     assert_runs_like_torch(case, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(3), 1))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_plans_train_like_torch(model: str, seed: int) -> None:
@@ -228,6 +229,7 @@ def test_operators_pinned_in_turn(model: str) -> None:
     assert_runs_like_torch(case, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", few(["resnet", "inception"], 1))
 @pytest.mark.parametrize(
     ("dims", "shape", "num_microbatches"),

@@ -53,6 +53,7 @@ def test_gradients_are_those_of_a_model_in_bfloat16(model: str) -> None:
             assert distance(result.gradients[name], truth) < 48 * ROUNDING, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(5), 1))
 @pytest.mark.parametrize("model", ["gpt", "llama", "lstm"])
 def test_sharded_plans_differ_by_rounding_only(model: str, seed: int) -> None:

@@ -67,6 +67,7 @@ def test_it_equals_one_device_and_says_what_runs() -> None:
     assert any(f"pieces of {len(plan.streamed)} operators were parts of one" in n for n in notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["streamed", "in_sums"])
 def test_processes_equal_torch_and_say_it_once(plan: str) -> None:
     case = case_of("gpt")

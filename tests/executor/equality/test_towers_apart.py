@@ -25,6 +25,7 @@ def towers() -> Case:
     return make_case(model, **data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(2, 1), (2, 2)])
 def test_what_a_search_places_trains_as_one_process_does(nodes: tuple[int, int]) -> None:
     case = towers()

@@ -236,6 +236,7 @@ def test_buckets_of_parts_of_uneven_size_train_like_torch(ways: int, zero: int) 
     assert_trains_like_torch(case, replace(plan, bucket_bytes=10**9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "shape"),
     crossed([1, 3], [(2, 3), (3, 2), (1, 5), (5, 1), (2, 2, 2), (4, 2)], every=2),
@@ -311,6 +312,7 @@ FOUND = (4, 15)
 """Plans with frozen weights that are gathered once and read by several pieces of a pass."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*FOUND, *few(range(100, 130), 2)])
 def test_random_plans_with_frozen_parameters_train_like_torch(seed: int) -> None:
     torch.manual_seed(seed)

@@ -87,6 +87,7 @@ ADAFACTORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp_case, convolved])
 @pytest.mark.parametrize("name", ADAFACTORS)
 @pytest.mark.parametrize("seed", few(range(8), 1))
@@ -198,6 +199,7 @@ EIGHT_BITS = Training(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp_case, convolved])
 @pytest.mark.parametrize("seed", few(range(20), 2))
 def test_means_are_rounded_as_one_device_rounds_them(make: Any, seed: int) -> None:

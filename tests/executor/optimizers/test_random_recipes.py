@@ -102,6 +102,7 @@ def drawn_scheduler(rng: random.Random, kind: str) -> Callable[[Any], Any]:
     return rng.choice(found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("seed", few(range(60), 5))

@@ -40,6 +40,7 @@ def as_written(draft: RankDraft) -> list[Step]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", range(len(PASSES)))
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_ends_after_every_pass(

@@ -182,6 +182,7 @@ def test_every_conversion_on_one_axis():
     assert seen.keys() == TRANSITIONS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [((7, 5), (2, 2)), ((11,), (2, 3)), ((5, 3, 4), (3, 2)), ((9, 4), (2, 2, 2))],
@@ -194,6 +195,7 @@ def test_random_conversions_on_several_axes(sizes, shape):
         check_conversion(sizes, chosen.choice(sources), chosen.choice(targets), shape)
 
 
+@pytest.mark.slow
 def test_nested_and_uneven_shards():
     """One factor over all axes, in and out, next to conversions that must undo the nesting."""
     nested: Placements = (Shard(0), Shard(0), Shard(0))

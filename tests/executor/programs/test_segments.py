@@ -240,6 +240,7 @@ def test_one_backward_is_begun_for_all(gpt: Case, monkeypatch: pytest.MonkeyPatc
     assert begun == [sum(len(each.weights) for each in gpt.graph.operators)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("training", [Training(), WIDE], ids=["plain", "wide"])
 def test_no_more_memory_is_taken(training: Training, num_microbatches: int) -> None:

@@ -183,6 +183,7 @@ class TestDefault:
         assert "pip install 'stratagem[gpu]'" in shown.output
         assert not started
 
+    @pytest.mark.slow
     def test_gloo_that_is_asked_for_is_taken(
         self, gpus: Any, monkeypatch: Any, plan: Plan, tmp_path: Path
     ) -> None:

@@ -349,7 +349,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 class TestGloo:
     """Processes; they take seconds to start."""
 
-    @pytest.mark.slow
     def test_processes_get_what_threads_get(self, world):
         job = "operations"
         for rank, (theirs, ours) in enumerate(zip(world, run_local(3, JOBS[job]), strict=True)):

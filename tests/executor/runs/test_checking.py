@@ -133,6 +133,7 @@ def test_local_statistics_are_compared_with_those_of_each_device(parts: int, way
     assert not judge(case.model, case.batch, result, shared, case.graph).agrees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", few(["bfloat16", "float16"], 1))
 def test_lower_precisions_are_judged_by_torchs_own_rounding(precision: str) -> None:
     """Eight layers round more than the tolerance of small models; torch's own do as well."""

@@ -310,9 +310,10 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(place: Path) -> N
     assert_checkpoint_is_whole()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stalled",
-    [pytest.param(4.0, marks=pytest.mark.slow), pytest.param(20.0, marks=pytest.mark.long)],
+    [4.0, pytest.param(20.0, marks=pytest.mark.long)],
 )
 def test_a_rank_that_computes_for_ever_is_named(place: Path, stalled: float) -> None:
     """With the limits that hold when none are given, too."""

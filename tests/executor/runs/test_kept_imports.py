@@ -76,6 +76,7 @@ def begun(run: Run, module: str, *words: str, look: Path | None = None) -> int |
     return code
 
 
+@pytest.mark.slow
 def test_a_rank_finds_what_a_first_run_gives_it(run: Run) -> None:
     """The environment, arguments, paths, signals and files of a program of its own."""
     finished(run.start("fork", "a_rank", str(run.place), "found"))
@@ -93,6 +94,7 @@ def test_a_rank_finds_what_a_first_run_gives_it(run: Run) -> None:
         assert here == there
 
 
+@pytest.mark.slow
 def test_the_first_run_keeps_nothing_and_later_ones_share_a_process(run: Run) -> None:
     """Which imports a module once; another environment lets go of it."""
     (run.place / "counts.py").write_text(
@@ -123,6 +125,7 @@ def test_paths_that_depend_on_the_folder_are_read_anew(run: Run) -> None:
             assert isinstance(scratch._keeper, subprocess.Popen)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_or_had_nothing_to_do_is_begun_anew(run: Run) -> None:
     keep(run)
     for _ in range(2):
@@ -198,6 +201,7 @@ for what in ("first", "waits"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["caller", "keeper"])
 def test_nothing_stays_of_a_run_whose_caller_or_keeper_is_killed(run: Run, killed: str) -> None:
     """Not the ranks, nor the process that they were forked from, nor the folder."""
@@ -220,6 +224,7 @@ def test_nothing_stays_of_a_run_whose_caller_or_keeper_is_killed(run: Run, kille
     assert killed == "caller" or "the process that keeps the run was ended" in told
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_caller_begins_runs_of_its_own(run: Run) -> None:
     """It shares no connection: two that ask one process would read each other's answers."""
     keep(run)
@@ -274,6 +279,7 @@ def told_by(run: Run, program: str) -> list[str]:
     return (run.place / "told").read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["0", "2", "1, 2", "0, 1, 2"])
 def test_a_caller_may_have_closed_its_streams(run: Run, closed: str) -> None:
     """Their numbers then went to the connection, in whose place the child's own streams came."""
@@ -281,6 +287,7 @@ def test_a_caller_may_have_closed_its_streams(run: Run, closed: str) -> None:
     assert told_by(run, f"{close}go()\ngo()\ngo()") == [SPAWNED, FORKED, FORKED]
 
 
+@pytest.mark.slow
 def test_a_caller_may_have_more_files_than_select_knows(run: Run) -> None:
     """A run of such a caller failed at once: "filedescriptor out of range in select()"."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000:
@@ -293,6 +300,7 @@ def test_a_caller_may_have_more_files_than_select_knows(run: Run) -> None:
     assert told_by(run, f"{many}go()\ngo()") == [SPAWNED, FORKED]
 
 
+@pytest.mark.slow
 def test_a_fork_made_while_another_thread_imports_does_not_wait_for_it(run: Run) -> None:
     """The lock was held, in the fork for ever, by a thread that is not in there."""
     (run.place / "slow.py").write_text("import time\ntime.sleep(3)\nfrom a_rank import main\n")
@@ -313,6 +321,7 @@ def test_a_fork_made_while_another_thread_imports_does_not_wait_for_it(run: Run)
     assert sorted(told) == sorted([SPAWNED, SPAWNED, "waited", FORKED])
 
 
+@pytest.mark.slow
 def test_ranks_have_the_cores_and_limits_that_their_caller_has_now(run: Run) -> None:
     """A forked rank had those of when the process was begun that it is forked from."""
     change = "go(what='found')\ngo(what='found')\nos.umask(0o027)\ngo(what='found')\n"
@@ -320,6 +329,7 @@ def test_ranks_have_the_cores_and_limits_that_their_caller_has_now(run: Run) -> 
     assert {each["umask"] for each in run.seen()} == {0o027}
 
 
+@pytest.mark.slow
 def test_a_run_is_not_forked_from_a_process_of_another_environment(run: Run) -> None:
     """Which another thread has begun between a run's first question and its beginning."""
     keep(run)

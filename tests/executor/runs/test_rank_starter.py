@@ -241,6 +241,7 @@ def finished(process: subprocess.Popen[str], code: int = 0) -> str:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fork", "exec"])
 def test_a_rank_finds_what_torchrun_gives_it(run: Run, how: str) -> None:
     """A secret, a port and the place of the logs are each run's own.

@@ -239,7 +239,6 @@ def test_a_keeper_that_is_killed_takes_the_run_with_it(place: Path) -> None:
     assert not list((place / "scratch").glob("stratagem-*"))
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_at_its_exit_keeps_the_result(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +268,7 @@ with Watch(0, 2, Limits(silent=2.0, stalled=60.0)) as watch, watch.guard():
 """
 
 
+@pytest.mark.slow
 def test_what_a_store_says_of_a_process_ends_no_process(tmp_path: Path) -> None:
     """A beat that names somebody else's stopped process as the rank that is silent."""
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -305,6 +305,7 @@ with Watch(0, 2, Limits(silent=2.0, stalled=60.0)) as watch, watch.guard():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "finding"),
     [
@@ -416,6 +417,7 @@ def test_a_store_of_files_keeps_the_first_of_two_faults(tmp_path: Path) -> None:
     assert not list((tmp_path / "store").glob(".*.new"))
 
 
+@pytest.mark.slow
 def test_a_scratch_folder_ends_what_was_started_in_it(tmp_path: Path) -> None:
     """Also a process that has left its parents and their session."""
     pid = tmp_path / "pid"
@@ -458,6 +460,7 @@ def test_a_command_is_stopped_by_a_keeper_that_begins_late() -> None:
         later.join()
 
 
+@pytest.mark.slow
 def test_a_scratch_folder_goes_with_a_caller_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys; from stratagem.executor.watching.run_folder import Scratch\n"

@@ -90,6 +90,7 @@ def some() -> list[CacheEntry]:
 
 
 class TestRoundTrip:
+    @pytest.mark.slow
     @both
     @given(entries=st.lists(timings | collectives, max_size=4))
     def test_every_entry_comes_back_as_it_was(self, format, entries):
@@ -118,6 +119,7 @@ class TestDamaged:
             with pytest.raises(ValueError, match=r"^x "):
                 read(text[:cut], "x")
 
+    @pytest.mark.slow
     @both
     def test_any_changed_digit_or_letter_is_seen(self, format):
         write, read = FORMATS[format]

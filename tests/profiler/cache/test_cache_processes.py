@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMMON = """
 import json, os, random, signal, sqlite3, sys, time
 from stratagem.profiler import CollectiveKey, Environment, Measurement, TimingCache, TimingKey
@@ -150,6 +152,7 @@ def run(script: str, *arguments: object) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_many_writers_and_readers_lose_no_row_and_meet_no_lock(tmp_path: Path):
     writers, puts = 6, 150
     found = run(CROWD, tmp_path / "new" / "timings.sqlite", writers, puts, 2)
@@ -157,6 +160,7 @@ def test_many_writers_and_readers_lose_no_row_and_meet_no_lock(tmp_path: Path):
     assert found["rows"] == writers * puts + puts + writers * puts // 10
 
 
+@pytest.mark.slow
 def test_killed_writers_leave_every_row_whole(tmp_path: Path):
     found = run(KILLING, tmp_path / "timings.sqlite", 10, 40, 1)
     assert found["rounds"] >= 10

@@ -190,6 +190,7 @@ class CpuTime(CpuClock):
         return (stop - start) * 1e-9
 
 
+@pytest.mark.slow
 def test_half_of_the_shapes_predict_the_other_half(cache, tmp_path, monkeypatch) -> None:
     """Of a GPT's products on this CPU, much better than the roofline does."""
     monkeypatch.setattr(operator_timing, "clock_of", lambda device: CpuTime())

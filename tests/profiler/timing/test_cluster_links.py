@@ -297,6 +297,7 @@ class TestMeasuredLinks:
         again = sg.hardware.fit_links(given)
         assert again.intra_node.by_group_size == found.intra_node.by_group_size
 
+    @pytest.mark.slow
     def test_the_command_line_writes_it(self, place: Path, asked: Any, monkeypatch: Any) -> None:
         (place / "graph.json").write_text(mlp([16, 24, 16], batch=8).to_json())
         given = replace(Cluster.preset("local-cpu"), name="mine", node_price_per_hour=3.0)

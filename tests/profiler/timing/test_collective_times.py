@@ -132,6 +132,7 @@ class TestLinks:
         with pytest.raises(ValueError, match="up to 1000 bytes"):
             fit_link(timings, "wire")
 
+    @pytest.mark.slow
     def test_collectives_of_a_backend_are_timed(self):
         found = run_local(3, lambda comm: time_collectives(comm, [100, 1200], repeats=2))
         assert found[0] == found[1] == found[2]
@@ -143,6 +144,7 @@ class TestLinks:
         ]
         assert all(t.seconds > 0 and t.size == 3 for t in found[0])
 
+    @pytest.mark.slow
     def test_groups_of_several_sizes_are_timed(self):
         found = run_local(4, lambda comm: time_collectives(comm, [64], groups=(2, 4), repeats=2))
         assert found[0] == found[3]
@@ -162,6 +164,7 @@ class TestLinks:
         assert all(t.wait == waits[t.size] for t in found[0] if t.kind is not Collective.SEND)
         assert min(waits.values()) > 0
 
+    @pytest.mark.slow
     def test_waiting_for_a_late_rank_is_no_time_of_a_collective(self, monkeypatch):
         """Ranks that come 20 ms apart, and a collective that takes 2 ms from the last one on."""
 

@@ -64,6 +64,7 @@ def cache(tmp_path):
         yield opened
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="an option of glibc")
 @pytest.mark.parametrize("where", few(["rank", "process"], 1))
 def test_freed_memory_is_kept(where: str) -> None:

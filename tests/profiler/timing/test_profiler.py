@@ -444,6 +444,7 @@ class TestProfile:
         again = profile_operators(operators, Training(), cache, effort=QUICK)
         assert (again.num_timed, again.num_cached) == (1, 1)
 
+    @pytest.mark.slow
     def test_load_is_another_environment(self, cache):
         report = profile_operators(
             [(LINEAR, LINEAR.sizes)], Training(), cache, load=1, effort=QUICK

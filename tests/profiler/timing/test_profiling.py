@@ -202,6 +202,7 @@ def call(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["profile", "graph.json", *arguments])
 
 
+@pytest.mark.slow
 def test_a_plan_is_profiled(place: Path) -> None:
     shown = call("--plan", "plan.json")
     assert shown.exit_code == 0, shown.output

@@ -376,6 +376,7 @@ def test_tables_are_sums_of_look_ups(seed: int) -> None:
         assert found == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_a_poor_plan_to_begin_with_does_not_spoil_the_bound() -> None:
     """Its longest paths cost nothing under good multipliers, and its pairs were followed alone.
 
@@ -414,6 +415,7 @@ def test_a_poor_plan_to_begin_with_does_not_spoil_the_bound() -> None:
     assert min(bounds) > 0.9 * max(bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [True, False])
 def test_links_of_a_stage_without_parameters_take_nothing(memory: bool) -> None:
     """The longest path may go through what they do, which is nothing: searches ended in KeyError.

@@ -178,6 +178,7 @@ def test_a_plan_whose_own_choices_fit_opens_its_skeleton_again() -> None:
     assert 0 < entry.bound <= simulation.step_time
 
 
+@pytest.mark.slow
 def test_a_search_where_nothing_fits_names_the_plan_nearest_to_fitting() -> None:
     graph = gpt(num_layers=1, hidden=512, num_heads=8, vocabulary=512, sequence=128, batch=16)
     result = search(graph, with_memory(0.01), budget=Budget(200), baselines=())

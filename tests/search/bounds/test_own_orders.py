@@ -156,6 +156,7 @@ def test_no_plan_under_drawn_orders_is_under_a_bound(seed: int) -> None:
         assert least.least <= memory.without_waiting
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_under_the_orders_of_the_plan_that_it_starts_from() -> None:
     """It only compared such a plan; the choices of one that replicates all are easily bettered."""
     s = situation()

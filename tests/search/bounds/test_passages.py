@@ -66,6 +66,7 @@ MODELS: dict[str, OperatorGraph] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150))
 @given(
     model=st.sampled_from(sorted(MODELS)),

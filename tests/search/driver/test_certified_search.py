@@ -60,6 +60,7 @@ def found() -> SearchResult:
     return quick(tiny_gpt(), threads=2)
 
 
+@pytest.mark.slow
 def test_the_certificate_holds_for_everything_that_was_met() -> None:
     result = found()
     assert result.bound is not None
@@ -90,6 +91,7 @@ def test_the_front_holds_no_plan_that_another_beats() -> None:
                 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10, few=2))
 @given(
     tensor=st.sampled_from([None, 1, 2]),
@@ -171,6 +173,7 @@ def test_impossible_constraints_say_what_is_wrong(wishes: dict[str, object], mes
         quick(mlp([64, 64, 64], batch=32), space=Space(**wishes))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_thread_and_two_find_the_same_plan() -> None:
     assert quick(tiny_gpt(), threads=1).plan.to_json() == found().plan.to_json()
 
@@ -222,6 +225,7 @@ def test_a_search_goes_on_from_an_edited_plan() -> None:
         search(graph, other, start=result.plan, budget=Budget(evaluations=0), baselines=())
 
 
+@pytest.mark.slow
 def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put in after the survey, it renumbered choices that were kept, and was searched twice."""
     graph = tiny_gpt(num_layers=2)
@@ -253,6 +257,7 @@ def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyP
     assert len(searched) == len(set(searched))
 
 
+@pytest.mark.slow
 def test_methods_of_the_literature_are_rows() -> None:
     result = quick(tiny_gpt(), baselines=["Tofu", "Mesh-TensorFlow", "random"])
     assert {"Tofu", "Mesh-TensorFlow", "random"} <= set(result.baselines)
@@ -299,6 +304,7 @@ def test_sizes_are_compared_by_time_and_by_money() -> None:
         search_sizes(graph, CLUSTER, [])
 
 
+@pytest.mark.slow
 def test_rewritten_graphs_are_searched_too() -> None:
     """Under slow links one merged projection saves collectives that three cannot share."""
     graph = llama(
@@ -326,6 +332,7 @@ def rewritten(**changed: object) -> SearchResult:
     return quick(graph, rewrites=1, bounded=0, skeletons=1, **changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["simulating baselines", "searching"])
 @pytest.mark.parametrize("graphs_done", [0, 1])
 def test_ctrl_c_ends_the_search_of_all_graphs(graphs_done: int, phase: str) -> None:

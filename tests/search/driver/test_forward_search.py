@@ -73,6 +73,7 @@ def test_no_plan_is_better_and_none_is_below_the_bound(family: str) -> None:
     assert next((True for each in compared if each), False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", crossed(range(4), every=2))
 def test_nor_where_memory_is_short(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -129,6 +129,7 @@ def test_no_smaller_cluster_has_a_better_plan_of_eighty(
     check_smaller(*problem)
 
 
+@pytest.mark.slow
 def test_a_pipeline_stays_in_a_node_where_stages_would_send_between_nodes() -> None:
     """Stages lay on all devices, in order, so that three stages on three nodes had to send."""
     graph = gpt(num_layers=1, hidden=128, num_heads=4, vocabulary=96, sequence=16, batch=9)
@@ -140,6 +141,7 @@ def test_a_pipeline_stays_in_a_node_where_stages_would_send_between_nodes() -> N
     assert "2 of 3 nodes do nothing" in str(result)
 
 
+@pytest.mark.slow
 def test_a_batch_that_three_devices_share_leaves_the_fourth_idle() -> None:
     """Nine samples are no equal shares of four devices, so that all four did the same."""
     graph, cluster = mlp([1024, 4096, 1024], batch=9 * 128), cluster_of(1, 4, 25.0)

@@ -155,6 +155,7 @@ def test_one_that_is_lost_where_it_strikes_ends_the_search(phase: str) -> None:
     assert result.simulation.fits
 
 
+@pytest.mark.slow
 def test_one_that_becomes_another_error_ends_the_search() -> None:
     def fail() -> None:
         press_in_vain()
@@ -169,6 +170,7 @@ def test_one_that_becomes_another_error_ends_the_search() -> None:
         found(progress=when("searching", divide))
 
 
+@pytest.mark.slow
 def test_a_second_one_ends_it_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hearing, "TWICE", 0.0)
 
@@ -180,6 +182,7 @@ def test_a_second_one_ends_it_without_a_plan(monkeypatch: pytest.MonkeyPatch) ->
         found(progress=when("searching", twice))
 
 
+@pytest.mark.slow
 def test_what_was_proved_by_then_is_said() -> None:
     """The bound that was shown to whoever watched was thrown away."""
     shown: list[float] = []
@@ -203,6 +206,7 @@ def whole() -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", few(range(10), 4))
 def test_at_a_random_moment(moment: int, whole: float) -> None:
     share = random.Random(moment).random()

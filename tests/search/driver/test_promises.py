@@ -252,6 +252,7 @@ def tied(vocabulary: int = 50304) -> OperatorGraph:
     )
 
 
+@pytest.mark.slow
 def test_one_stage_is_found_where_a_pipeline_must_send_its_tied_table() -> None:
     """A pipeline was certified that took more than twice as long as one stage.
 
@@ -289,6 +290,7 @@ def test_all_microbatches_that_a_model_allows_are_listed_for_one_stage() -> None
     assert listed == set(graph.microbatch_counts) == {1, 3, 5, 9, 15, 45}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "per_node"), [(2, 1), (2, 2), pytest.param(1, 4, marks=pytest.mark.long)]
 )
@@ -339,6 +341,7 @@ def tight(gib: float) -> Cluster:
     return replace(cluster, device_types=(device,))
 
 
+@pytest.mark.slow
 def test_a_table_of_the_space_is_printed_where_some_skeletons_cannot_fit() -> None:
     """Their bound is infinite, which is no number of any unit."""
     result = quick(mlp([1024, 1024, 1024], batch=16384), tight(0.06), baselines=())
@@ -419,6 +422,7 @@ def test_numbers_that_say_nothing_are_refused(changed: dict[str, Any], message: 
         quick(mlp([64, 64], batch=16), cluster_of(1, 2, 25.0), **changed)
 
 
+@pytest.mark.slow
 def test_reasons_to_stop_are_true() -> None:
     graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     cluster = cluster_of(1, 4, 25.0)
@@ -526,6 +530,7 @@ def test_whenever_time_ends_there_is_a_plan_and_a_true_certificate(
         assert 0 < result.bound <= result.simulation.step_time
 
 
+@pytest.mark.slow
 def test_time_is_asked_for_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     asked = asked_until(monkeypatch, 10**9)

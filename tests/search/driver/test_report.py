@@ -57,6 +57,7 @@ def data_of(path: Path) -> dict:
 
 
 class TestContent:
+    @pytest.mark.slow
     def test_the_timeline_is_whole(self, pipelined, written):
         """Every task of the simulation, at its time, on its lane, under its name."""
         shown, timeline = data_of(written)["timeline"], pipelined.simulation.timeline
@@ -150,6 +151,7 @@ class TestContent:
 
 
 class TestChanges:
+    @pytest.mark.slow
     def test_faster_links_are_simulated(self, pipelined):
         table = hardware_changes.hardware_changes(
             pipelined, default_costs(), budget=Budget(0, gap=0.9)
@@ -337,6 +339,7 @@ class TestInTheBrowser:
         shown.settle()
         assert "rank 1" in shown.value(words)
 
+    @pytest.mark.slow
     def test_names_with_markup_stay_text(self, browser, pipelined, tmp_path):
         plan = replace(pipelined.plan, model=NASTY)
         result = replace(pipelined, plan=plan, simulation=replace(pipelined.simulation, plan=plan))

@@ -57,6 +57,7 @@ def problem_of(graph: OperatorGraph, skeleton: Skeleton, zero: tuple[int, ...]) 
     return make_problem(graph, skeleton, CLUSTER, Training(), COSTS, zero)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "build"), crossed(["1f1b", "gpipe"], [tiny_gpt, small_resnet], every=2)
 )
@@ -203,6 +204,7 @@ def test_the_exhaustive_optimum_is_found() -> None:
         assert chain.scores[1] == exhaustive
 
 
+@pytest.mark.slow
 def test_never_worse_than_the_best_baseline() -> None:
     graph = tiny_gpt(num_layers=1)
     result = search(graph, PAIR, budget=Budget(evaluations=0))
@@ -265,6 +267,7 @@ def test_where_nothing_fits_the_closest_plan_says_so() -> None:
     assert " lacks at least " in result.certificate
 
 
+@pytest.mark.slow
 def test_ctrl_c_returns_the_best_so_far() -> None:
     def interrupt(progress: SearchProgress) -> None:
         if progress.phase.startswith("searching") and progress.fraction > 0.3:

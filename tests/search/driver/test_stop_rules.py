@@ -44,6 +44,7 @@ def found() -> SearchResult:
     return quick()
 
 
+@pytest.mark.slow
 def test_watching_the_bound_changes_nothing_and_tells_no_bound_above_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,6 +95,7 @@ def larger() -> OperatorGraph:
     return gpt(num_layers=12, hidden=1024, num_heads=8, vocabulary=512, sequence=512, batch=32)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_told_nothing_ends_where_predictions_tell_no_more_apart() -> None:
     """It went on for most of its time to gain tenths of a percent."""
     told: list[str] = []
@@ -117,6 +119,7 @@ def test_a_search_that_is_told_nothing_ends_where_predictions_tell_no_more_apart
     assert whole.stop_reason not in (StopReason.ALIKE, StopReason.NEAR)
 
 
+@pytest.mark.slow
 def test_a_small_model_ends_there_too_and_is_searched_to_the_end_when_asked() -> None:
     """A model of 90 operators took ten times as long as one of 110."""
     graph = gpt(num_layers=1, hidden=1024, num_heads=8, vocabulary=512, sequence=512, batch=32)
@@ -173,6 +176,7 @@ def test_a_gap_that_says_nothing_is_refused() -> None:
     assert share == Budget(50, gap=0.01).settled()
 
 
+@pytest.mark.slow
 def test_few_bounds_are_sharpened_before_stages_are_planned() -> None:
     """The best known strategy of GPT-3 was near enough, and stages were planned all the same.
 
@@ -197,6 +201,7 @@ def test_few_bounds_are_sharpened_before_stages_are_planned() -> None:
     assert result.simulation.step_time <= best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gap", "is_near"), [(0.16, True), (0.15, False)])
 def test_a_known_plan_that_joins_the_list_late_is_bounded_too(gap: float, is_near: bool) -> None:
     """GPT-3's search ended as "near enough" at a gap of 8.7 %: the skeleton of the plan that it
@@ -223,6 +228,7 @@ def test_a_known_plan_that_joins_the_list_late_is_bounded_too(gap: float, is_nea
     assert ("planning stages" in told) != is_near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_what_the_first_method_takes_is_shown_before_skeletons_are_listed(
     num_threads: int,

@@ -86,6 +86,7 @@ def found(
     )
 
 
+@pytest.mark.slow
 def test_it_is_tried_where_asked_for_only() -> None:
     cluster = linked(20.0, 100.0)
     plain, streams = (found(cluster, each) for each in (SPACE, STREAMED))
@@ -96,6 +97,7 @@ def test_it_is_tried_where_asked_for_only() -> None:
         assert each.bound <= each.simulation.step_time * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_work_in_sums_is_tried_where_asked_for_only() -> None:
     """Where it is not, and the plan has sums with such work behind, the result says so."""
     cluster = linked(100.0, 5.0)
@@ -113,6 +115,7 @@ def test_work_in_sums_is_tried_where_asked_for_only() -> None:
     assert again.notes["the plan to start from"] == "taken with the options of the search"
 
 
+@pytest.mark.slow
 def test_a_plan_to_start_from_does_not_bring_it_in() -> None:
     cluster = linked(20.0, 100.0)
     start = found(cluster, STREAMED).plan
@@ -124,6 +127,7 @@ def test_a_plan_to_start_from_does_not_bring_it_in() -> None:
     assert kept.simulation.step_time <= sg.simulate(start, GRAPH).step_time * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has", [Choice((), chunks=4), Choice((), fused=True)], ids=str)
 def test_a_plan_to_start_from_brings_in_no_option_that_is_not_tried(has: Choice) -> None:
     """Bounds hold of what a search tries: a plan that does more may be below them."""

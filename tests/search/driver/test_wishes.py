@@ -66,6 +66,7 @@ def test_what_an_effort_cannot_mean_is_refused(wishes: dict[str, Any], words: st
         sg.SearchEffort(**wishes)
 
 
+@pytest.mark.slow
 def test_less_effort_does_less_and_proves_no_more(graph: OperatorGraph) -> None:
     little = sg.SearchEffort(
         descents=0, again=0, walked=sg.Scaled(0, 0), least_evaluations=sg.Scaled(0, 0, 0)
@@ -100,6 +101,7 @@ def test_zero_stages_are_those_of_the_space(graph: OperatorGraph) -> None:
     assert zero_stages(plan) <= {0, 3}
 
 
+@pytest.mark.slow
 def test_a_baseline_does_not_override_the_stages_asked_for() -> None:
     """Where memory is short ZeRO-3 wins among baselines, of which nobody was asked to take it."""
     wide = mlp([30_000, 30_000, 30_000], batch=64)
@@ -125,6 +127,7 @@ def plan(graph: OperatorGraph) -> sg.Plan:
 
 
 class TestStart:
+    @pytest.mark.slow
     def test_its_training_is_that_of_the_search(self, graph: OperatorGraph, plan: sg.Plan) -> None:
         """A search in float32 that began with a bfloat16 plan once gave that one."""
         assert search(graph, start=plan).plan.training == plan.training
@@ -149,6 +152,7 @@ class TestStart:
         assert not Path("no.json").exists()
 
 
+@pytest.mark.slow
 def test_the_report_searches_on_one_node_more_as_was_asked(graph: OperatorGraph) -> None:
     """A plan on one rank has a schedule that the constraints do not name; it matters nothing."""
     limits = sg.Space(schedules=("gpipe",), pipeline=1)

@@ -56,6 +56,7 @@ def shelf(*numbers: int) -> Workers[Shelf]:
     return Workers(Shelf(*numbers), Shelf, (1, 2), count=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [-1, 0, 1, 2])
 def test_parts_give_the_same_whoever_does_them(count: int) -> None:
     with Workers(Shelf(1, 2), Shelf, (1, 2), count) as workers:
@@ -74,6 +75,7 @@ def test_processes_are_as_many_as_cores_and_memory_allow(monkeypatch: pytest.Mon
     assert worker_count(99) == 0
 
 
+@pytest.mark.slow
 def test_others_work_at_the_same_time_and_are_gone_at_the_end() -> None:
     with shelf(1, 2) as workers:
         parts = [workers.part(Shelf.slowly, 0.3) for _ in range(20)]
@@ -157,11 +159,13 @@ def same(result: SearchResult) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_search_gives_the_same_on_any_number_of_processes() -> None:
     alone = same(found_alone())
     assert same(found_by(3, effort=SHARED)) == alone
 
 
+@pytest.mark.slow
 def test_measured_costs_and_constraints_are_sent_to_other_processes(tmp_path: Path) -> None:
     with TimingCache(tmp_path / "timings.sqlite") as cache:
         costs = MeasuredCosts(cache, {"A100": describe_environment()}, RooflineCosts())
@@ -210,6 +214,7 @@ print(result.stop_reason.name, result.notes.get("other processes", "well"), flus
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_script_needs_no_guard_and_ctrl_c_ends_it(tmp_path: Path, interrupted: bool) -> None:
     """Processes that import the main script again would search in it, without end."""

@@ -190,6 +190,7 @@ def test_flexflow_places_operators() -> None:
 # -- mixtures of experts -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_sharing_experts_out_beats_every_setup_that_copies_them(zero: int) -> None:
     """Where experts are most of the weights: all setups that copy them are simulated."""

@@ -113,6 +113,7 @@ def without_buckets(method: Method) -> Method:
     return lambda situation: [p for p in method(situation) if not p.bucket_bytes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefer", ["fastest", "simplest"])
 def test_a_search_without_buckets_finds_the_same_whatever_baselines_have(
     prefer: str, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +137,7 @@ def test_a_search_without_buckets_finds_the_same_whatever_baselines_have(
     assert [with_them[0], *with_them[2:]] == [without[0], *without[2:]]
 
 
+@pytest.mark.slow
 def test_buckets_and_what_is_faster_by_them_are_told() -> None:
     graph, name = small(), "DeepSpeed ZeRO-2"
     budget = Budget(0, gap=0.9, threads=1)
@@ -174,6 +176,7 @@ def test_buckets_and_what_is_faster_by_them_are_told() -> None:
 BUCKETS_NOTE = "buckets of gradients"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("seconds", [None, 60.0])
 def test_a_search_takes_the_buckets_of_the_fastest_baseline(
@@ -212,6 +215,7 @@ def test_a_search_takes_the_buckets_of_the_fastest_baseline(
         assert (asked.plan, asked.bound) == (free.plan, free.bound)
 
 
+@pytest.mark.slow
 def test_a_search_that_begins_anew_keeps_to_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes behind pipelines had all seconds once more, from when the search began anew."""
     ends: list[float] = []
@@ -262,6 +266,7 @@ def test_buckets_that_are_said_or_that_a_start_has_stay() -> None:
     assert BUCKETS_NOTE not in begun.notes
 
 
+@pytest.mark.slow
 def test_a_search_in_the_buckets_of_a_baseline_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     def found() -> SearchResult:
         return search(

@@ -30,6 +30,7 @@ def situation(graph: OperatorGraph, gib: float | None = None) -> Situation:
     return Situation(graph, cluster, Training("bfloat16"), default_costs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved", "chimera"])
 @pytest.mark.parametrize(
     "name", ["gpt", *(pytest.param(name, marks=pytest.mark.long) for name in ("mlp", "moe"))]

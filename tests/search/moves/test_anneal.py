@@ -148,6 +148,7 @@ def test_after_any_walk_score_and_memory_are_the_simulators(name: str, wide: flo
     assert AnnealingChain(p, chain.best, 1, 0).scores[0] == chain.scores[1] <= chain.scores[0]
 
 
+@pytest.mark.slow
 def test_a_chain_weighs_what_is_over_the_memory_as_its_course_has_it() -> None:
     """Its best is by the usual weight all the same, and one that fits if it met any."""
     case = CASES["gpipe, little memory"]
@@ -494,7 +495,6 @@ for name in ("1f1b, a parameter tied across", "four stages on one rank"):
 """
 
 
-@pytest.mark.slow
 def test_no_kernel_reads_beyond_its_arrays() -> None:
     """As Python, whose arrays check every index, and here also that none is below zero."""
     assert in_bounds(PLAIN_WALKS)

@@ -80,6 +80,7 @@ def test_chains_end_among_plans_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert before[8][1] > BEST * 1.3
 
 
+@pytest.mark.slow
 def test_moves_of_two_operators_find_what_single_ones_do_not() -> None:
     """One takes more memory where the other takes less; alone, neither fits or neither helps."""
 
@@ -90,6 +91,7 @@ def test_moves_of_two_operators_find_what_single_ones_do_not() -> None:
     assert num_best(0.3) >= 10
 
 
+@pytest.mark.slow
 def test_the_best_skeletons_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all chains of the first time end beside the best plan; here they are too short."""
     choose = SearchCourse._choose

@@ -247,6 +247,7 @@ def test_steps_of_an_unrolled_layer_are_placed_together() -> None:
 # -- what is proved -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "mlp", "shared", "resnet"])
 @pytest.mark.parametrize("seed", range(examples(12, few=1)))
 def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int) -> None:
@@ -267,6 +268,7 @@ def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int
     assert max(shares) <= 1 + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_bound_is_near_where_placing_is_all_there_is_to_gain(*, inputs_first: bool) -> None:
     """Towers of large products on two devices work all the time, and send next to nothing."""

@@ -94,6 +94,7 @@ def few_microbatches() -> OperatorGraph:
 # -- sliced tokens ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_finds_slices_where_microbatches_are_few_and_links_slow() -> None:
     result = sliced()
     whole = found(text(), far_apart(), schedules="1f1b")
@@ -127,6 +128,7 @@ def test_who_asks_for_no_slices_gets_none(changed: dict[str, object]) -> None:
     assert all(point.plan.schedule != SLICED for point in result.front)
 
 
+@pytest.mark.slow
 def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
     graph = decoder(num_layers=2, hidden=2048, sequence=2048, batch=2)
     result = found(graph, far_apart(), schedules=None, budget=Budget(0))
@@ -188,6 +190,7 @@ def test_what_shards_positions_is_sliced_without_that() -> None:
 # -- two directions -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_stages() -> None:
     wishes = Space(pipeline=4, microbatches=(4,), recompute=("none",))
     result = found(few_microbatches(), beside(), space=wishes)
@@ -202,6 +205,7 @@ def test_a_search_finds_two_directions_where_there_are_as_few_microbatches_as_st
     assert Form.MIRRORED not in result.unbounded
 
 
+@pytest.mark.slow
 def test_statistics_that_homes_would_share_have_one_home() -> None:
     graph = resnet(18, batch=16, image=32, classes=16)
     wishes = Space(pipeline=2, microbatches=(4,), recompute=("none",))

@@ -49,6 +49,7 @@ def listed_places(
     return listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), crossed(MODELS, range(12), every=4))
 def test_a_place_takes_what_its_plan_takes(name: str, seed: int) -> None:
     """Any schedules, pipelines and choices: seconds to the nanosecond, memory to the byte."""

@@ -94,6 +94,7 @@ def simulated(graph: OperatorGraph, p: Problem, choice: Ints) -> Simulation:
     return Situation(graph, p.cluster, Training(), COSTS).simulate(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(40), 2))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
 def test_scores_of_random_problems_are_step_times(schedule: str, seed: int) -> None:

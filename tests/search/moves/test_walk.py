@@ -283,6 +283,7 @@ def walked(found: SearchResult) -> list[str]:
     return [text for note, text in notes if note.startswith("walked from")]
 
 
+@pytest.mark.slow
 def test_a_search_walks_within_its_budget_and_constraints() -> None:
     graph = pipeline_of_four()
     wide = found_on(graph, 20_000, pipeline=2, microbatches=(2, 4, 8), recompute=("none",))
@@ -315,6 +316,7 @@ def found_with_walks() -> SearchResult:
     return found_on(crooked(), 20_000, **HELD)
 
 
+@pytest.mark.slow
 def test_a_search_finds_better_with_walks() -> None:
     whole = found_with_walks()
     none = SearchEffort(walked_share=0.0, descent_evaluations=0)
@@ -324,6 +326,7 @@ def test_a_search_finds_better_with_walks() -> None:
     assert whole.simulation.step_time < without.simulation.step_time
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_walk_keeps_what_was_settled() -> None:
     graph, shares = crooked(), []
     whole = found_with_walks()

@@ -37,6 +37,7 @@ def sure(result: sg.SearchResult) -> Robustness:
     return robustness(result, draws=60, seed=1)
 
 
+@pytest.mark.slow
 def test_every_plan_that_fits_is_compared(result, sure) -> None:
     known = [name for name, each in result.baselines.items() if each.fits]
     assert sure.names == (FOUND, *known)

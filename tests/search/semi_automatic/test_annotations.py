@@ -82,6 +82,7 @@ def test_microbatches_recompute_and_zero_are_those_asked_for() -> None:
     assert sg.simulate(plan, GRAPH).step_time > 0
 
 
+@pytest.mark.slow
 def test_a_search_betters_what_is_open_and_keeps_what_is_said() -> None:
     done = sg.annotate(GRAPH, CLUSTER, AXES, MEGATRON)
     result = sg.search(GRAPH, CLUSTER, start=done.plan, space=done.space, **BRIEF)
@@ -97,6 +98,7 @@ def test_a_search_betters_what_is_open_and_keeps_what_is_said() -> None:
     assert result.bound <= result.simulation.step_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "asked"),
     [
@@ -251,7 +253,6 @@ def test_broken_files_are_refused_in_a_sentence(text: str, words: str, tmp_path:
     assert words in str(told.value)
 
 
-@pytest.mark.slow
 def test_the_command_line_completes_searches_and_blames(tmp_path: Path) -> None:
     sg.models.mlp([512, 512, 512], batch=64).save(tmp_path / "graph.json")
     asked, out = tmp_path / "asked.yaml", tmp_path / "plan.json"

@@ -110,6 +110,7 @@ def test_the_solution_is_that_of_brute_force(instance: Instance) -> None:
     check(instance, solve(instance), brute_force(instance))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(instances())
 def test_tied_nodes_choose_alike(instance: Instance) -> None:
@@ -253,6 +254,7 @@ def begun(instance: Instance, **known: Any) -> tuple[ReducedInstance, BestAssign
     return core, BestAssignment(core, 1e-9, math.inf, integral=True, **known), part
 
 
+@pytest.mark.slow
 def test_random_trees_find_solutions_of_large_instances() -> None:
     instance = layers(4, 120, 8)
     core, incumbent, part = begun(instance)
@@ -264,6 +266,7 @@ def test_random_trees_find_solutions_of_large_instances() -> None:
     assert relaxed.dual.bound() <= incumbent.cost <= 1.4 * relaxed.dual.bound()
 
 
+@pytest.mark.slow
 def test_random_trees_know_what_their_best_choice_costs() -> None:
     instance = layers(4, 120, 8)
     _, incumbent, part = begun(instance)

@@ -272,6 +272,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_estimates_agree_with_the_simulator(name):
     where = situation(GRAPHS[name]())
@@ -303,6 +304,7 @@ def test_gradients_that_wait_for_slow_links_count(zero):
         assert 0.8 * rank.peak < estimate < 1.15 * rank.peak
 
 
+@pytest.mark.slow
 def test_the_best_candidate_is_no_slower_than_known_setups():
     graph = small_gpt(batch=128, hidden=2048)
     where = situation(graph)
@@ -314,6 +316,7 @@ def test_the_best_candidate_is_no_slower_than_known_setups():
         assert best <= 1.02 * known.step_time
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_candidates():
     graph, limits = small_gpt(num_layers=2), PipelineLimits(max_stages=2)
     first, second = (
@@ -327,6 +330,7 @@ def test_equal_arguments_give_equal_candidates():
     assert [c[1] for c in first] == sorted(c[1] for c in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "holds"),
     [
@@ -354,6 +358,7 @@ def test_limits_are_honoured(limits, holds):
     assert all(holds(candidate) for candidate in found.plans)
 
 
+@pytest.mark.slow
 def test_headroom_leaves_memory_free():
     where = situation(small_gpt(num_layers=2), FOUR)
     full = max(c.peak_bytes for c in candidates(where, limit=30).plans)
@@ -374,6 +379,7 @@ def mixed_cluster():
     )
 
 
+@pytest.mark.slow
 def test_slower_devices_get_fewer_operators():
     graph = small_gpt(num_layers=12, hidden=1024)
     where = situation(graph, mixed_cluster())
@@ -382,6 +388,7 @@ def test_slower_devices_get_fewer_operators():
     assert len(stages[0]) > 1.5 * len(stages[1])
 
 
+@pytest.mark.slow
 def test_a_stage_may_have_a_number_of_devices_that_is_no_power_of_two():
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=6)
     where = situation(small_gpt(batch=96), cluster)

@@ -286,6 +286,7 @@ def test_too_many_down_sets_leave_linear_orders_and_say_so() -> None:
     assert result.bound <= solve_max_load(wide).value <= result.value
 
 
+@pytest.mark.slow
 def test_a_graph_like_inception_is_solved_and_linear_orders_are_no_better() -> None:
     graph = inception_input(training=True)
     result = solve_max_load(graph)

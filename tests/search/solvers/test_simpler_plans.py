@@ -112,6 +112,7 @@ def test_stages_on_meshes_of_other_axes_are_other_treatments() -> None:
     assert variety(unlike, graph) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [
@@ -173,6 +174,7 @@ def test_nothing_is_simulated_once_there_is_no_time() -> None:
     assert asked == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_simulates_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(progress: SearchProgress) -> None:
         if progress.phase.startswith("refining"):
@@ -277,6 +279,7 @@ def test_a_gap_that_was_asked_for_and_is_proved_is_kept_to(gap: float, bound: fl
     assert searching.longest_step(1.0, gap, None) == 1.0 + TELLS_APART
 
 
+@pytest.mark.slow
 def test_a_simpler_plan_that_is_faster_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 on 16 A100s had a simplest plan that took 2 µs less than the "fastest" beside it."""
     graph = small(2)

@@ -72,6 +72,7 @@ def test_a_pinned_dim_that_the_operator_lacks_is_refused() -> None:
         Space(pin={"norm": (Shard("sampel"),)}).bind(GRAPH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", few(["layers.0.*.*", "layers.0.mlp.gate"], 1))
 def test_rewritten_graphs_keep_what_is_pinned(pin: str) -> None:
     """A pinned operator that a rewriting merged once ended the search with an error."""

@@ -56,6 +56,7 @@ def every_plan(problem: Problem, graph: OperatorGraph) -> list[Simulation]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_stages", "zero"),
     [(1, (0,)), (2, (0,)), pytest.param(1, (0, 3), marks=pytest.mark.long)],
@@ -113,6 +114,7 @@ def scored_from_nothing(problem: Problem, choice: np.ndarray) -> tuple[float, li
     return score, peaks_of(problem, profiles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fitting", [1.0, 0.3, 0.0])
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "slowdown"),

@@ -82,6 +82,7 @@ def test_bytes_that_stay_free_are_as_good_as_a_share() -> None:
     assert [r.fate for r in share.space] == [r.fate for r in fixed.space]
 
 
+@pytest.mark.slow
 def test_what_fits_only_without_headroom_is_told_and_marked() -> None:
     free = searched(2**30, 0.0)
     least = min(s.peak_memory for s in (free.simulation, *free.baselines.values()))
@@ -134,6 +135,7 @@ def test_the_best_share_is_the_one_that_tells_most_runs_rightly() -> None:
     assert best_share([*ran, *broke], communicators=True) == 0.1
 
 
+@pytest.mark.slow
 def test_a_search_leaves_the_measured_headroom_free_unless_told() -> None:
     """Plans of a large model once filled 78 of 78 GiB."""
     whole = int(4.56 * 2**30)

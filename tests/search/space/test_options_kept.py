@@ -61,6 +61,7 @@ def breaches(plan: Plan, options: Options) -> list[str]:
     return [name for name, is_so in found.items() if is_so]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(examples(30, few=4)))
 def test_no_search_gives_or_proves_what_its_options_do_not_allow(number: int) -> None:
     """Known strategies came with options of their own: a plan that recomputes nothing was said to

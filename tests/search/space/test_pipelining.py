@@ -85,6 +85,7 @@ def test_a_schedule_by_another_name_has_the_same_bounds(name: str) -> None:
 
 
 # What bounds and stages take of a schedule is compared for all of them above.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(NAMES[::-1], 1))
 def test_a_search_under_another_name_ends_alike(name: str) -> None:
     here = situation(num_layers=2)
@@ -174,6 +175,7 @@ def bound_of(sharpener: Sharpener, skeleton: Skeleton) -> float:
     return sharpener.look([skeleton])[0].bound
 
 
+@pytest.mark.slow
 def test_other_processes_know_schedules_that_were_registered() -> None:
     here = situation()
     wishes = Space().bind(here.graph)

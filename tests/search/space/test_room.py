@@ -123,6 +123,7 @@ def test_small_spaces_are_left_whole() -> None:
     assert any(choice.regather for listed in problem.choices for choice in listed)
 
 
+@pytest.mark.slow
 def test_the_bound_without_them_holds_for_plans_with_them() -> None:
     graph = tiny_gpt()
     rng = np.random.default_rng(0)
@@ -145,6 +146,7 @@ def test_what_cannot_fit_as_a_whole_is_not_looked_at_twice() -> None:
     assert may_always_fit(situation(small), next(skeletons(small, CLUSTER)))
 
 
+@pytest.mark.slow
 def test_a_search_says_what_it_left_out() -> None:
     graph = tiny_gpt()
     result = search(

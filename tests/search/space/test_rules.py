@@ -72,6 +72,7 @@ def every_plan(graph: OperatorGraph) -> Iterator[Simulation]:
                 yield situation.simulate(situation.plan(skeleton, chosen, name="tried"))
 
 
+@pytest.mark.slow
 def test_the_best_of_what_rules_allow_is_found(graph: OperatorGraph) -> None:
     every = list(every_plan(graph))
     allowed = [each for each in every if is_allowed(each.plan, graph)]

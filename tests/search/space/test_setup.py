@@ -343,6 +343,7 @@ def test_experts_that_are_shared_out_leave_their_share_of_the_state():
     assert state[0] - state[1] == 16 * own * 7 // 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "zero"), crossed([1, 2], [0, 1, 3], every=2))
 def test_shared_experts_train_like_one_process(zero, tensor):
     """Two ways of experts inside four or two of data, and tensor parallelism inside experts."""

@@ -40,6 +40,7 @@ def plan_of(name: str, graph: OperatorGraph = GRAPH) -> Plan:
     return baseline_plans(Situation(graph, CLUSTER, Training(), COSTS), "zb-h1")[name].plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", crossed(["data parallel", "Megatron tensor", "1F1B pipeline", "ZeRO-3"], every=2)
 )

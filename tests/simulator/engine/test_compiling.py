@@ -107,6 +107,7 @@ print(computed(1), sum(computed.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_used_again_unless_something_of_it_changed(tmp_path):
     """A constant of another module was not in the key: kernels went on with its old value."""
 
@@ -219,6 +220,7 @@ def test_what_kernels_are_called_is_seen() -> None:
     assert list(kernels_called(peaks_of, vars(sys.modules[peaks_of.__module__])))
 
 
+@pytest.mark.slow
 def test_kernels_that_python_calls_are_kept() -> None:
     """Peaks of ranks were compiled anew by every process that searched: a quarter of a second."""
     found: set[Dispatcher] = set()

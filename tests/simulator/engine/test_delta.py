@@ -130,6 +130,7 @@ def random_change(rng: np.random.Generator, graph: TaskGraph) -> tuple[Ints, Int
     return tasks, durations, sets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(NUM_SEEDS), FEW_SEEDS))
 def test_random_walks_equal_full_simulation(seed):
     rng = np.random.default_rng(seed)

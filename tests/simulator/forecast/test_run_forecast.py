@@ -161,6 +161,7 @@ def test_checkpoints_that_cannot_be_are_refused(given: dict[str, float], words: 
         sg.forecasts.Checkpoints(**given)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 50), st.floats(50, 400))
 def test_more_failures_never_help_in_the_mean(seed: int, hours: float) -> None:
     """Twice as many failures lengthen the mean of many runs."""

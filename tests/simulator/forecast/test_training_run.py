@@ -121,6 +121,7 @@ def test_slow_nodes_are_as_many_as_served_at_once_by_a_queue_without_waiting() -
     assert_mean(seconds(runs), 100_000.0 / (calm + (1 - calm) / 1.5))
 
 
+@pytest.mark.slow
 def test_stalls_that_overlap_stop_training_once() -> None:
     hazards = Hazards(stalls_per_day=200.0, stall_seconds=120.0)
     runs = played(UNSAVED, hazards, 200)

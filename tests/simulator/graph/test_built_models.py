@@ -123,6 +123,7 @@ def inception_state(graph: OperatorGraph) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("image", "auxiliary", "ways"),
     [(203, False, 2), pytest.param(299, True, 1, marks=pytest.mark.long)],

@@ -122,6 +122,7 @@ def test_other_things_have_kinds_too(line: str) -> None:
     assert not list(asks(ast.parse(line), {"KINDS_OF_TASKS": ("forward", "backward")}))
 
 
+@pytest.mark.slow
 def test_nobody_beyond_the_frontier_of_torch_asks_for_the_name_of_a_kind() -> None:
     """A hundred such questions gave three answers to whether a kind is a matrix product."""
     found = []

@@ -89,6 +89,7 @@ LSTMS = {  # In an order that has few steps of what has layers or ways where one
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "precision"), crossed(LSTMS, SIZES, ["float32", "bfloat16"], every=7)
 )
@@ -111,6 +112,7 @@ def test_what_is_predicted_is_what_torch_saves(
     assert found == pytest.approx(truth, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_shard_keeps_its_part() -> None:
     operator = recurrence_of(recurrent(LSTMS["one layer"], 20, 8))
     (sample,) = (dim.name for dim in operator.dims if not dim.whole)
@@ -162,6 +164,7 @@ def test_torch_without_onednn_keeps_no_workspace() -> None:
     assert without < workspace_bytes(7, 4, 16, 32, 4) < saved_inside(inner, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
     [

@@ -60,6 +60,7 @@ def test_a_task_per_device_takes_the_same_time_as_one_for_all(name: str, seed: i
         assert_same_times(stage, fine)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(20, few=4))
 @given(models, seeds, st.sets(st.integers(0, 2)))
 def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes: set[int]) -> None:
@@ -69,6 +70,7 @@ def test_cutting_along_some_axes_takes_the_same_time(name: str, seed: int, axes:
         assert_same_times(stage, fine)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(models, seeds, st.sampled_from([0.2, 0.5, 1.0]))
 def test_pins_need_cells_along_their_own_axes_only(name: str, seed: int, pins: float) -> None:
@@ -243,6 +245,7 @@ def talking(
     return [sorted(each) for each in joined]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(models, seeds, st.sampled_from([0.0, 0.5]))
 def test_whole_plans_are_equal_on_every_lane(name: str, seed: int, pins: float) -> None:

@@ -84,6 +84,7 @@ def test_what_nobody_pins_is_played_folded(monkeypatch: pytest.MonkeyPatch) -> N
     assert priced.step_ns(priced.first) * 1e-9 == step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), crossed(["gpt", "shared", "mlp"], range(8), every=2))
 def test_a_step_under_each_of_several_prices_is_what_it_is_alone(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.training import Training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "count"),
     [

@@ -221,6 +221,7 @@ def test_another_chip_in_a_measured_cluster_is_not_calibrated(name: str) -> None
         assert simulation.relative_error >= 0.25
 
 
+@pytest.mark.slow
 def test_search_report_and_clusters_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     result = sg.search(small(), cluster, budget=sg.Budget(200), baselines=())

@@ -157,6 +157,7 @@ PACKAGES = ("simulator", "search", "profiler", "executor", "src/stratagem", "ben
 HELD = FORMATS.keys() | PRECISIONS.keys()
 
 
+@pytest.mark.slow
 def test_nobody_compares_the_name_of_a_precision_or_of_its_formats() -> None:
     """A precision was known to 22 modules by its name."""
     found = []

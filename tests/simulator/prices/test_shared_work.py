@@ -220,6 +220,7 @@ def test_plans_simulated_shortly_before_are_remembered_by_what_runs(
     assert anew.simulate(kept[1].plan) is not kept[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [30_000, 40])
 def test_stages_of_other_plans_change_no_simulation(most: int) -> None:
     """Plans share tables, blocks, lifetimes and boundaries; what is forgotten is made again."""

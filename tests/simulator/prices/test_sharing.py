@@ -225,6 +225,7 @@ def problem_of(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "policy", "stalls"), crossed([1, 2], ["none", "full"], [False, True], every=2)
 )

@@ -78,6 +78,7 @@ def test_to_choose_a_schedule_is_no_question(line: str) -> None:
     assert not list(asks(ast.parse(line), {}))
 
 
+@pytest.mark.slow
 def test_no_module_beyond_the_records_asks_for_a_name() -> None:
     """A schedule was known by name in 22 comparisons in 10 modules, and in 7 tables."""
     found = []

@@ -149,6 +149,7 @@ def test_shards_tile_a_dim(size: int, splits: tuple[int, ...]) -> None:
     assert max(min(lengths), 0) == smallest_shard(size, splits)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_path_between_parts_is_that_between_the_first_ones_by_other_names(

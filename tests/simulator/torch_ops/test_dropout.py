@@ -304,6 +304,7 @@ def test_one_device_equals_torch_with_these_masks(case: Case) -> None:
     assert_trains_like_torch(case, plan, warmup=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", crossed(range(8), every=3))
 def test_every_plan_drops_the_same(case: Case, seed: int) -> None:
     training = Training(optimizer="sgd", learning_rate=0.05)

@@ -81,6 +81,7 @@ def kinds(case: Case) -> list[str]:
 # -- transformers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe"])
 def test_blocks_of_transformers_are_mixtures_that_drop_nothing(family: str) -> None:
     """Mixtral's too, among the examples."""
@@ -230,6 +231,7 @@ def test_what_a_plan_cannot_do_is_refused(
     assert all("forward" not in vars(each) for each in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", few(["Mixtral", "Qwen3Moe", "Olmoe"], 1))
 def test_losses_of_routers_are_those_of_torch(family: str) -> None:
     """They divide by the rows of a router's logits, which were samples instead of tokens."""

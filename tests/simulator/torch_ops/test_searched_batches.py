@@ -74,6 +74,7 @@ CASES: dict[str, tuple[Loss, int, tuple[int, ...], tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", crossed(CASES, every=2))
 def test_a_search_finds_plans_that_train_as_in_torch(name: str) -> None:
     """A search stopped in the middle, or ran microbatches that have no whole pair."""

@@ -152,6 +152,7 @@ def drawn_layer(rng: random.Random, size: tuple[int, int]) -> nn.Module:
     return nn.Conv2d(4, 4, kernel, stride, padding, dilation, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(16), 4))
 def test_any_window_along_any_dim(seed: int) -> None:
     rng = random.Random(seed)
@@ -217,6 +218,7 @@ def test_every_convolution_of_a_signal_has_a_rule() -> None:
 _DIMS = {1: ("length",), 3: ("depth", "height", "width")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", few([2, 3], 1))
 @pytest.mark.parametrize(
     ("places", "dim"),
@@ -243,12 +245,14 @@ def test_signals_train_like_torch_along_every_dim(places: int, dim: str, ways: i
     assert_equal_to_torch(case, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [1, 3])
 @pytest.mark.parametrize("seed", few(range(12), 1))
 def test_random_plans_of_signals_equal_torch(places: int, seed: int) -> None:
     assert_equal_to_torch(signal(places), random_plan(signal(places), seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", few(MODELS, 1))
 @pytest.mark.parametrize(
     ("dims", "shape", "num_microbatches"),

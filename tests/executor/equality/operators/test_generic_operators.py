@@ -126,6 +126,7 @@ def test_samples_that_are_merged_with_positions_stay_samples() -> None:
     assert_equal_to_torch(case, make_plan(case, samples, (2,), num_microbatches=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", crossed(sorted(set(OPERATORS) - {"embedding_bag_max"}), every=3))
 def test_every_operator_can_be_timed(name: str) -> None:
     """On numbers that losses of probabilities take too, and no gradients of what was fed."""
@@ -290,6 +291,7 @@ class Sampled(nn.Module):
         return seen.square().mean()
 
 
+@pytest.mark.slow
 def test_places_are_no_nan_in_trials() -> None:
     """The kernel read at none of the numbers, which ended the process."""
     torch.manual_seed(0)
@@ -319,6 +321,7 @@ RECURRENCES: dict[str, nn.Module] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", crossed(RECURRENCES, every=2))
 def test_recurrences_are_split_by_samples(name: str) -> None:
     """Their kernels end the process where sizes do not fit, so none were tried: all were whole."""

@@ -166,6 +166,7 @@ def test_it_is_a_method_to_compare_with() -> None:
     assert best.step_time == min(situation.simulate(plan).step_time for plan in plans)
 
 
+@pytest.mark.slow
 def test_a_search_starts_from_such_a_plan_and_changes_none() -> None:
     graph = mlp_graph()
     plan = plain_pipeline(2, 2)
@@ -251,6 +252,7 @@ def random_plan(case: Case, seed: int) -> Plan:
     return replace(plan, inputs_first=rng.random() < 0.3, bucket_bytes=buckets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(2), 1))
 @pytest.mark.parametrize("model", ["gpt", "lstm"])
 def test_random_plans_train_like_torch(model: str, seed: int) -> None:
@@ -271,6 +273,7 @@ def test_both_directions_over_two_axes_have_one_order_of_messages(model: str, se
     check_postings(lower(plan, case.graph))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(100, 130), 3))
 @pytest.mark.parametrize("model", ["gpt", "lstm", "llama", "experts"])
 def test_all_random_plans_have_one_order_of_messages(model: str, seed: int) -> None:
@@ -386,6 +389,7 @@ def test_what_is_measured_has_the_names_of_what_is_predicted() -> None:
         assert any(name.endswith(" publish") for name in predicted.names) == (zero == 1)
 
 
+@pytest.mark.slow
 def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "launched_model.py").write_text(MODEL)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]), prepend=os.pathsep)
@@ -411,6 +415,7 @@ def launched_case() -> Case:
 # -- checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_go_on_under_another_plan_and_back(tmp_path: Path) -> None:
     case = case_of("gpt")
     state = model_state(case.model)
@@ -437,6 +442,7 @@ def test_runs_go_on_under_another_plan_and_back(tmp_path: Path) -> None:
     assert rest.losses == pytest.approx(truth.losses[4:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(tmp_path: Path) -> None:
     case = case_of("gpt")
     state = model_state(case.model)

@@ -241,6 +241,7 @@ def test_vertical_sync_takes_one_version_on_all_stages(mlp: Case, num_stages: in
     assert_trains_as_published(mlp, replace(plan, schedule="pipedream-vertical"))
 
 
+@pytest.mark.slow
 def test_vertical_sync_of_sharded_stages_is_the_published_rule(gpt: Case) -> None:
     plan = stashing(gpt, sharding("sample", zero=1), (2,), (1,), (2,))
     vertical = replace(plan, schedule="pipedream-vertical")
@@ -452,6 +453,7 @@ def test_tapes_keep_no_weights_that_are_to_be_copied(mlp: Case) -> None:
 # -- memory -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shapes", [((1,), (1,), (1,)), ((2,), (1,))])
 def test_peaks_are_those_of_the_storages(gpt: Case, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Within a tenth on stages that keep older weights."""

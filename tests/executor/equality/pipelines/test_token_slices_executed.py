@@ -164,6 +164,7 @@ def drawn(case: Case, seed: int) -> Plan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(4), 2))
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_random_plans_equal_torch(model: str, seed: int) -> None:
@@ -306,6 +307,7 @@ def llama():
 """
 
 
+@pytest.mark.slow
 def test_processes_equal_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sliced_model.py").write_text(MODEL)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]), prepend=os.pathsep)

@@ -400,6 +400,7 @@ def tiny(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "vit"])
 def test_transformers(name: str) -> None:
     model, feeds = tiny(name)

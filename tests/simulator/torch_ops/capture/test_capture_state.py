@@ -402,6 +402,7 @@ class Written(nn.Module):
         rng.choice(changes)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, *few(range(4, 60), 4)])
 def test_changes_drawn_at_random_are_captured(seed: int) -> None:
     model = Written(seed)

@@ -110,6 +110,7 @@ WEIGHTS: dict[str, tuple[Loss, Callable[[], nn.Module] | None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", crossed(WEIGHTS, every=2))
 def test_weights_that_are_parts_or_computed_train_as_in_torch(name: str) -> None:
     """Torch itself cuts the weight of an attention whose keys are not its queries."""
