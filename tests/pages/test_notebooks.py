@@ -48,6 +48,9 @@ TWICE = (
 These always run.
 """
 
+SLOW = ("02_this_machine", "03_search_and_what_if")
+"""Which take half a minute each."""
+
 
 def test_every_notebook_is_known() -> None:
     assert [path.stem for path in NOTEBOOKS] == list(SHOWN)
@@ -92,7 +95,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in TWICE))
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=[pytest.mark.long] * (path.stem in TWICE)
+            + [pytest.mark.slow] * (path.stem in SLOW),
+        )
         for path in NOTEBOOKS
     ],
 )

@@ -464,6 +464,9 @@ def execute(
     from stratagem.executor.training.training_loop import RunOptions
     from stratagem.runs.process_ranks import run_processes
 
+    check_arguments("execute", backend=(backend, str))
+    if backend not in get_args(Backend):
+        raise unknown("backend", backend, get_args(Backend))
     check_arguments(
         "execute",
         plan=(plan, Plan),
@@ -473,10 +476,7 @@ def execute(
         checkpoint=(checkpoint, str | Path | None),
         resume=(resume, str | Path | None),
         weights=(weights, str | Path | None),
-        backend=(backend, str),
     )
-    if backend not in get_args(Backend):
-        raise unknown("backend", backend, get_args(Backend))
     run = run_plan if backend == "local" else partial(run_processes, backend=backend)
     options = RunOptions.of(
         steps=steps,
