@@ -163,6 +163,13 @@ SYSTEMS = (
         schedules=("chimera",),
     ),
     System(
+        "DualPipe (DeepSeek-AI 2024)",
+        "two pipelines in opposite directions, gradients of weights where ranks would wait",
+        names=("sg.search",),
+        schedules=("dualpipe",),
+        lacks="a forward and a backward pass that run beside each other follow one another",
+    ),
+    System(
         "Zero bubble (Qi et al. 2023)",
         "gradients of weights apart from those of inputs, where ranks would wait",
         schedules=("zb-h1",),

@@ -120,8 +120,10 @@ class PipelineWork:
             return path
         return path / (1.0 - (1.0 - 1.0 / parts) ** num_ranks)
 
-    def mirrored_seconds(self, num_microbatches: int, num_ranks: int) -> float:
-        """The same of pipelines in two opposite directions (Chimera).
+    def mirrored_seconds(
+        self, num_microbatches: int, num_ranks: int, *, whole: bool = True
+    ) -> float:
+        """The same of pipelines in two opposite directions (Chimera, DualPipe).
 
         Each microbatch passes through all operators, on one home of each or the other, so devices
         still work on it for W seconds together, and z ≥ M · W / devices; and it goes through them
@@ -131,11 +133,13 @@ class PipelineWork:
         Args:
             num_microbatches: of the batch, of both directions together.
             num_ranks: least number of sets of devices.
+            whole: whether both gradients are made at once; else one goes back before all of a
+                stage's work on it is done.
         """
         parts, devices = num_microbatches, self._models.situation.cluster.num_devices
         most = devices - num_ranks + 1
-        work = self._work(parts, most)
-        return max(parts * work / devices, self._path(parts, most).seconds)
+        path = self._path(parts, most).seconds if whole else 0.0
+        return max(parts * self._work(parts, most) / devices, path)
 
     def placed_seconds(self, num_microbatches: int) -> float:
         """The same of plans of one stage, operators of which may be on parts of its mesh.

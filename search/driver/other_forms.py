@@ -1,7 +1,7 @@
 """The last part of a search: the plans found in other forms, where these are asked for.
 
     sliced tokens          of pipelines (TeraPipe)
-    two directions         of pipelines (Chimera)
+    two directions         of pipelines (Chimera, DualPipe)
     operators on parts     of their meshes
 
 Bounds know of two directions and of parts, where all pipelines share one (see
@@ -17,7 +17,7 @@ from dataclasses import replace
 from stratagem.searcher.driver.budget import SettledBudget, StopReason
 from stratagem.searcher.driver.incumbent import TracePoint
 from stratagem.searcher.driver.search_course import SearchCourse
-from stratagem.searcher.improvement.sliced_and_mirrored import OtherForms, slicing_refused
+from stratagem.searcher.improvement.sliced_and_mirrored import Asked, OtherForms, slicing_refused
 from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.placement.operator_placement import OperatorPlacement
 from stratagem.searcher.processes.search_clock import OutOfTimeError
@@ -47,7 +47,7 @@ WORDS = {
 
 def asked_and_others(
     situation: Situation, options: Options, wishes: Constraints, start: Plan | None
-) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
+) -> tuple[Asked, tuple[Form, ...]]:
     """The other forms that a search is asked to try, and those that it could be asked for.
 
     Args:
@@ -57,16 +57,18 @@ def asked_and_others(
         start: the plan it goes on from, whose form it tries, too, where no schedule is asked for.
     """
     own = () if start is None else (start.schedule,)
-    wanted = {form_of(name) for name in (own if wishes.schedules is None else wishes.schedules)}
+    wanted: dict[Form | None, tuple[str, ...]] = {}
+    for name in own if wishes.schedules is None else wishes.schedules:
+        wanted[form_of(name)] = (*wanted.get(form_of(name), ()), name)
     possible = _possible_forms(situation, wishes)
-    asked = [form for form in possible if form in wanted]
+    asked = {form: wanted[form] for form in possible if form in wanted}
     others = [form for form in possible if form not in wanted and wishes.schedules is None]
     if situation.cluster.num_devices > 1:
         if options.place:
-            asked.append(Form.PLACED)
+            asked[Form.PLACED] = ()
         elif parallel_branches(situation.graph):
             others.append(Form.PLACED)
-    return tuple(asked), tuple(others)
+    return asked, tuple(others)
 
 
 def not_tried(forms: tuple[Form, ...]) -> dict[str, str]:
@@ -137,7 +139,7 @@ def _possible_forms(situation: Situation, wishes: Constraints) -> tuple[Form, ..
     return tuple(form for form, is_so in refused.items() if not is_so)
 
 
-def without_their_share(budget: SettledBudget, forms: tuple[Form, ...]) -> SettledBudget:
+def without_their_share(budget: SettledBudget, forms: Asked) -> SettledBudget:
     """The budget of all that comes before other forms are tried, if any are."""
     if budget.seconds is None or not forms:
         return budget
@@ -145,7 +147,7 @@ def without_their_share(budget: SettledBudget, forms: tuple[Form, ...]) -> Settl
 
 
 def try_other_forms(
-    run: SearchCourse, forms: tuple[Form, ...], reason: StopReason, budget: SettledBudget
+    run: SearchCourse, forms: Asked, reason: StopReason, budget: SettledBudget
 ) -> StopReason:
     """Try the best pipelines of a search in other forms, and note what came of it.
 
@@ -162,7 +164,7 @@ def try_other_forms(
     """
     best, space = run.incumbent.best, run.space
     is_proved = reason in (StopReason.PROVED, StopReason.NEAR) and space.bounds_all
-    forms = tuple(name for name in forms if name is Form.SLICED or not is_proved)
+    forms = {form: by for form, by in forms.items() if form is Form.SLICED or not is_proved}
     if best is None or not best.fits or not forms:
         return reason
     run.report("trying other forms of plans", 0.97)

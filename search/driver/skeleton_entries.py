@@ -7,17 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.improvement.neighbours import cut_elsewhere
 from stratagem.searcher.improvement.outcomes import Fate, Sharpened, SkeletonRecord
+from stratagem.searcher.improvement.sliced_and_mirrored import Asked
 from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.canonical_meshes import canonical
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
-from stratagem.searcher.space.schedule_traits import Form, traits_of
+from stratagem.searcher.space.schedule_traits import Form, splits_backward, traits_of
 from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.skeletons import (
     SMALL_CLUSTER,
@@ -113,7 +115,7 @@ class SkeletonList:
         zero_stages: of choices.
         constraints: what plans may do; their policies are tried one after the other.
         schedules: that pipelines may run under.
-        forms: others, in which pipelines that are found may be tried (see `Form`).
+        forms: others, in which pipelines that are found may be tried, by schedules (see `Form`).
         effort: how much of everything is done.
     """
 
@@ -124,7 +126,7 @@ class SkeletonList:
         zero_stages: tuple[int, ...],
         constraints: BoundConstraints,
         schedules: tuple[str, ...] = ("1f1b",),
-        forms: tuple[Form, ...] = (),
+        forms: Asked = MappingProxyType({}),
         effort: SearchEffort = SearchEffort(),  # noqa: B008 (frozen)
     ) -> None:
         self.situation, self.options = situation, options
@@ -543,8 +545,10 @@ class SkeletonList:
         fills = all(traits_of(name).fills for name in self.schedules)
         counts = c.microbatches or graph.microbatch_counts
         bounds = [self.work.seconds(parts, least, fills=fills) for parts in counts]
-        if Form.MIRRORED in self.forms:
-            bounds += [self.work.mirrored_seconds(n, least) for n in counts if n % 2 == 0]
+        if mirrored := self.forms.get(Form.MIRRORED):
+            whole = not any(map(splits_backward, mirrored))
+            even = [parts for parts in counts if parts % 2 == 0]
+            bounds += [self.work.mirrored_seconds(n, least, whole=whole) for n in even]
         return min(bounds)
 
 

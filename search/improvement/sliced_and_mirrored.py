@@ -1,4 +1,4 @@
-"""Plans with sliced tokens (TeraPipe), or two homes for each stage (Chimera), made of others.
+"""Plans with sliced tokens (TeraPipe), or two homes for each stage (Chimera, DualPipe), of others.
 
 Choices are not searched under these schedules: those of both homes of a stage are one, and what
 makes the keys that a slice reads follows from its attention. But any such plan can be simulated.
@@ -13,21 +13,27 @@ best plan without any fill at all is left as it is: other forms save a part of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from stratagem.searcher.improvement.neighbours import recomputing_more
 from stratagem.searcher.improvement.token_slicing import default_unit, estimated_lengths
 from stratagem.searcher.improvement.trials import Trials
 from stratagem.searcher.space.choices import choices_of, with_choices
-from stratagem.searcher.space.schedule_traits import Form, form_of, schedules_in
+from stratagem.searcher.space.schedule_traits import Form, form_of
 from stratagem.searcher.space.situation import is_better, rank
 from stratagem.searcher.space.skeletons import skeleton_of
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.graph.token_slices import num_positions, num_slices, token_dims
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import SCHEDULES
+from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.simulation.simulation import Simulation
+
+Asked = Mapping[Form, tuple[str, ...]]
+"""Forms that are asked for, each with the schedules under which plans have it."""
 
 OF_EACH = 2
 """Plans of each number of ranks that are tried in other forms, unlike in cuts or choices."""
@@ -58,14 +64,14 @@ class OtherForms:
 
     Attributes:
         trials: what simulates them.
-        forms: `Form.SLICED`, `Form.MIRRORED`, both or none: what may be tried.
+        forms: `Form.SLICED`, `Form.MIRRORED`, both or none: what may be tried, by which schedules.
         policies: of recomputing, that stages may have; those that recompute more come later.
         time: seconds of the best plan known, whenever it is asked for.
         tried: what was simulated and may be, by form, in order.
     """
 
     trials: Trials
-    forms: tuple[Form, ...]
+    forms: Asked
     policies: tuple[str, ...]
     time: Callable[[], float]
     tried: dict[Form, list[Simulation]] = field(default_factory=dict)
@@ -92,7 +98,7 @@ class OtherForms:
         """Downhill over numbers of microbatches and of equal slices, from the plan's own."""
         graph = self.trials.situation.graph
         plan, total = _with_whole_positions(pipeline.plan, graph), _positions(graph)
-        counts, (schedule, *_) = graph.microbatch_counts, schedules_in(Form.SLICED)
+        counts, (schedule, *_) = graph.microbatch_counts, self.forms[Form.SLICED]
 
         def simulated(at: tuple[int, int]) -> Simulation | None:
             parts, slices = at
@@ -132,12 +138,13 @@ class OtherForms:
         if len(shapes) % 2 or shapes != shapes[::-1]:
             return
         graph, stages = self.trials.situation.graph, len(plan.stages)
-        schedule, *_ = schedules_in(Form.MIRRORED)
         plan = with_choices(
             plan, {n: replace(c, fused=False) for n, c in choices_of(plan).items()}
         )
-        for parts in dict.fromkeys((plan.num_microbatches, stages, 2 * stages)):
-            if parts % 2 == 0 and parts in graph.microbatch_counts:
+        counts = dict.fromkeys((plan.num_microbatches, stages, 2 * stages))
+        for schedule, parts in product(self.forms[Form.MIRRORED], counts):
+            sizes = Sizes(stages, parts, plan.num_ranks)
+            if parts in graph.microbatch_counts and SCHEDULES[schedule].accepts(sizes):
                 self._simulated(
                     replace(plan, schedule=schedule, num_microbatches=parts, token_slices=1)
                 )

@@ -107,8 +107,9 @@ class Constraints:
         zero_stages: ZeRO stages that parameters may have, of 0, 1, 2 and 3.
         microbatches: numbers of microbatches that may be tried.
         schedules: that pipelines may have, one or several of ``"1f1b"``, ``"gpipe"``,
-            ``"interleaved"`` and ``"zb-h1"``; with ``"terapipe"`` or ``"chimera"`` beside these
-            the best pipelines are tried with sliced tokens, or in two directions (see `Form`).
+            ``"interleaved"`` and ``"zb-h1"``; with ``"terapipe"``, ``"chimera"`` or ``"dualpipe"``
+            beside these the best pipelines are tried with sliced tokens, or in two directions (see
+            `Form`).
             When left out 1F1B is searched, and baselines may have others; a forward pass has
             ``"gpipe"`` only.
         recompute: policies (see `checkpoint_segments`) of which every stage must follow one to the

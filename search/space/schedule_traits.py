@@ -109,8 +109,23 @@ def form_of(name: str) -> Form | None:
 def _form(record: ScheduleRecord) -> Form | None:
     if slices_tokens(record):
         return Form.SLICED
-    made = record.made(Sizes(2, 2, 2))
+    made = record.made(_SMALL)
     return Form.MIRRORED if made is not None and made.is_mirrored else None
+
+
+_SMALL = Sizes(2, 4, 2)
+"""What every schedule with two homes for a stage is made of."""
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule makes gradients of parameters apart from those of inputs.
+
+    Example:
+        >>> splits_backward("chimera"), splits_backward("dualpipe")
+        (False, True)
+    """
+    made = SCHEDULES[name].made(_SMALL)
+    return made is None or made.splits_backward
 
 
 def formed_schedules() -> tuple[str, ...]:
@@ -118,7 +133,7 @@ def formed_schedules() -> tuple[str, ...]:
 
     Example:
         >>> formed_schedules()
-        ('chimera', 'terapipe')
+        ('chimera', 'dualpipe', 'terapipe')
     """
     return tuple(name for name in SCHEDULES if form_of(name) is not None)
 

@@ -20,6 +20,7 @@ from stratagem.simulator.schedules.actions import (
     check_sizes,
     validate,
 )
+from stratagem.simulator.schedules.dual_pipe import DUALPIPE
 from stratagem.simulator.schedules.schedule_record import PassTimes, ScheduleRecord, Sizes
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -285,6 +286,7 @@ _RECORDS = (
     ),
     ScheduleRecord("zb-h1", _by_stages(zb_h1), "a ZB-H1", bubble=_zb_h1_bubble),
     ScheduleRecord("chimera", _by_stages(chimera), "a Chimera", bubble=_chimera_bubble),
+    DUALPIPE,
     ScheduleRecord(
         "terapipe",
         lambda sizes: terapipe(sizes.num_stages, sizes.num_microbatches, sizes.num_slices),

@@ -64,7 +64,7 @@ def search(
         list[str] | None,
         typer.Option(
             help="that pipelines may have: 1f1b, gpipe, interleaved or zb-h1, and beside these "
-            "terapipe or chimera, in which the best are tried; repeatable; left out, 1f1b is "
+            "terapipe, chimera or dualpipe, in which the best are tried; repeatable; else 1f1b is "
             "searched",
             autocompletion=among((*searched_schedules(), *formed_schedules())),
         ),

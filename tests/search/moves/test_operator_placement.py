@@ -259,7 +259,7 @@ def test_no_plan_with_operators_on_parts_is_below_the_bound(name: str, seed: int
         situation = Situation(graph, plan.cluster, plan.training, cells.COSTS)
         options = Options(place=True, inputs_first=plan.inputs_first)
         wishes = Space(microbatches=(plan.num_microbatches,)).bind(graph)
-        space = SkeletonList(situation, options, (0,), wishes, (plan.schedule,), (Form.PLACED,))
+        space = SkeletonList(situation, options, (0,), wishes, (plan.schedule,), {Form.PLACED: ()})
         space.bound_pipelines()
         space.is_looked_at = True
         bound = space.known_bound(math.inf)

@@ -17,7 +17,7 @@ from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.improvement.sliced_and_mirrored import slicing_refused
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.space.constraints import Space
-from stratagem.searcher.space.schedule_traits import Form
+from stratagem.searcher.space.schedule_traits import Form, schedules_in, splits_backward
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options
 from stratagem.searcher.space.strategies import data_parallel
@@ -30,6 +30,8 @@ from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan, Stage
+from stratagem.simulator.schedules.named_schedules import SCHEDULES
+from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.search.search_words import in_records
 
@@ -135,9 +137,10 @@ def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
     assert result.plan.schedule == "1f1b"
     assert result.unbounded == ()
     assert result.gap is not None
-    for name, words in ((SLICED, "sliced tokens"), (MIRRORED, "two directions")):
+    for form, words in ((Form.SLICED, "sliced tokens"), (Form.MIRRORED, "two directions")):
+        names = " or ".join(map(repr, schedules_in(form)))
         told = result.notes[f"pipelines with {words}"]
-        assert told == f"not tried: name {name!r} beside the other schedules"
+        assert told == f"not tried: name {names} beside the other schedules"
     asked = found(graph, far_apart(), schedules=("1f1b", SLICED), budget=Budget(0))
     assert asked.unbounded == (Form.SLICED,)
     assert "pipelines with two directions" not in asked.notes
@@ -217,7 +220,11 @@ def test_statistics_that_homes_would_share_have_one_home() -> None:
 
 
 def mirrored_plans(
-    graph: OperatorGraph, cluster: Cluster, stages: int, counts: tuple[int, ...]
+    graph: OperatorGraph,
+    cluster: Cluster,
+    stages: int,
+    counts: tuple[int, ...],
+    schedule: str = MIRRORED,
 ) -> list[Plan]:
     """Every cut into so many stages with data parallelism, at some numbers of microbatches."""
     share = cluster.num_devices // stages
@@ -247,7 +254,7 @@ def mirrored_plans(
                 HALF,
                 own,
                 num_microbatches=parts,
-                schedule=MIRRORED,
+                schedule=schedule,
             )
             plans.append(plan)
     return plans
@@ -264,30 +271,46 @@ def test_the_bound_on_all_pipelines_holds_in_two_directions() -> None:
     ]
     assert steps
     bounds = {}
-    for forms in ((), (Form.MIRRORED,)):
+    for names in ((), (MIRRORED,)):
+        forms = {Form.MIRRORED: names} if names else {}
         space = SkeletonList(situation, Options(), (0,), wishes, ("1f1b",), forms)
         space.bound_pipelines()
-        bounds[forms] = space.pipelines_bound
-    assert bounds[Form.MIRRORED,] is not None
+        bounds[names] = space.pipelines_bound
+    assert bounds[MIRRORED,] is not None
     assert bounds[()] is not None
-    assert 0.5 * min(steps) < bounds[Form.MIRRORED,] <= min(steps)
+    assert 0.5 * min(steps) < bounds[MIRRORED,] <= min(steps)
     assert bounds[()] > min(steps)
 
 
+@pytest.mark.parametrize("schedule", schedules_in(Form.MIRRORED))
 @pytest.mark.parametrize("stages", [2, 4])
-def test_no_mirrored_plan_is_under_its_bound(stages: int) -> None:
+def test_no_mirrored_plan_is_under_its_bound(stages: int, schedule: str) -> None:
     graph = mlp([256, 1024, 64, 512], batch=32)
     cluster = beside()
     situation = Situation(graph, cluster, HALF, default_costs())
-    space = SkeletonList(
-        situation, Options(), (0,), Space().bind(graph), ("1f1b",), (Form.MIRRORED,)
-    )
+    wishes, asked = Space().bind(graph), {Form.MIRRORED: (schedule,)}
+    space = SkeletonList(situation, Options(), (0,), wishes, ("1f1b",), asked)
     rng = np.random.default_rng(stages)
-    plans = mirrored_plans(graph, cluster, stages, (2, 4, 8, 16, 32))
+    counts = [
+        n for n in (2, 4, 8, 16, 32) if SCHEDULES[schedule].accepts(Sizes(stages, n, stages))
+    ]
+    plans = mirrored_plans(graph, cluster, stages, tuple(counts), schedule)
+    whole = not splits_backward(schedule)
     for k in rng.choice(len(plans), min(40, len(plans)), replace=False):
         plan = plans[k]
-        bound = space.work.mirrored_seconds(plan.num_microbatches, 2)
+        bound = space.work.mirrored_seconds(plan.num_microbatches, 2, whole=whole)
         assert 0 < bound <= situation.simulate(plan).step_time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", schedules_in(Form.MIRRORED))
+def test_a_search_tries_the_schedules_that_it_is_asked_for(schedule: str) -> None:
+    graph = mlp([512, 512, 512, 512], batch=64)
+    wishes = Space(pipeline=2, microbatches=(8,), recompute=("none",))
+    result = found(graph, beside(), space=wishes, schedules=("1f1b", schedule))
+    assert "pipelines with two directions" in result.notes
+    assert result.plan.schedule in ("1f1b", schedule)
+    assert result.bound <= result.simulation.step_time
 
 
 # -- what is refused ----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from stratagem.simulator.schedules.actions import (
     validate,
 )
 from stratagem.simulator.schedules.ampnet import ampnet
+from stratagem.simulator.schedules.dual_pipe import dualpipe
 from stratagem.simulator.schedules.macro_graph import macro_graph
 from stratagem.simulator.schedules.named_schedules import (
     SCHEDULES,
@@ -54,6 +55,9 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
             return interleaved(stages * part, stages * draw(st.integers(1, 3)), stages)
         case "chimera":
             return chimera(2 * draw(st.integers(1, 4)), max(2, count))
+        case "dualpipe":
+            stages = 2 * draw(st.integers(1, 4))
+            return dualpipe(stages, 2 * stages + 2 * count)
         case "terapipe":
             return terapipe(stages, count, part)
         case "ampnet":
@@ -188,6 +192,54 @@ def test_chimera_halves_the_bubble(half: int, units: int, f: int) -> None:
     assert (min(play.peak_held), max(play.peak_held)) == (half + 1, stages)
 
 
+HALF, MORE = st.integers(1, 5), st.integers(0, 8)
+
+
+@check
+@given(HALF, MORE, st.lists(NS, min_size=3, max_size=3))
+def test_dualpipe_is_idle_for_what_its_middle_ranks_wait(
+    half: int, more: int, times: list[int]
+) -> None:
+    """(S / 2 − 1)(F + I − W), where W ≤ I ≤ F ≤ B; S + 1 held: DeepSeek-AI 2024, table 2."""
+    weights, inputs, forward = sorted(times)
+    forward = min(forward, inputs + weights)
+    schedule = dualpipe(2 * half, 4 * half + 2 * more)
+    whole = inputs + weights
+    play = play_schedule(schedule, StageTimes(forward, whole, inputs, weights))
+    ideal = schedule.num_microbatches * (forward + whole)
+    assert play.makespan == ideal + (half - 1) * (forward + inputs - weights)
+    assert set(play.peak_held) == {2 * half + 1}
+
+
+@check
+@given(HALF, MORE, NS, NS, NS)
+def test_dualpipe_is_never_longer_than_1f1b_or_chimera(
+    half: int, more: int, f: int, i: int, w: int
+) -> None:
+    """Of balanced stages, whatever their times; with F = I = W it waits less than ZB-H1, too."""
+    sizes, times = (2 * half, 4 * half + 2 * more), StageTimes(f, i + w, i, w)
+    takes = play_schedule(dualpipe(*sizes), times).makespan
+    for make in (one_f_one_b, chimera):
+        assert takes <= play_schedule(make(*sizes), times).makespan
+    equal = StageTimes(f, 2 * f, f, f)
+    bubble = play_schedule(dualpipe(*sizes), equal).bubble
+    assert bubble < play_schedule(zb_h1(*sizes), equal).bubble
+
+
+def test_dualpipe_as_its_authors_order_it() -> None:
+    """Rank 1 of 8 with 20 microbatches, step by step as in the code that they published."""
+    assert dualpipe(8, 20).to_text().splitlines()[1] == (
+        "rank 1: 1F0 1F1 1F2 1F3 "  # F0
+        "1F4 6F10 1F5 6F11 "  # F0 F1
+        "6I10 6W10 6F12 6I11 6W11 6F13 "  # I1 W F1
+        "1F6 6B12 6F14 1B0 1F7 6B13 6F15 1B1 1F8 6B14 6F16 1B2 1F9 6B15 6F17 1B3 "  # F0 B1 F1 B0
+        "6B16 6F18 1B4 6B17 6F19 1B5 "  # B1 F1 B0
+        "6B18 1B6 6I19 1I7 "  # B1 B0, the second half of them split
+        "6W19 1I8 1W7 1I9 "  # W B0
+        "1W8 1W9"  # W
+    )
+
+
 @check
 @given(SMALL, st.lists(st.tuples(NS, NS), min_size=1, max_size=4), st.integers(1, 4))
 def test_terapipe_takes_its_equations_time(
@@ -229,6 +281,9 @@ def test_zb_h1_as_its_paper_draws_it() -> None:
         (lambda: interleaved(4, 6, 4), "6 microbatches are no multiple of 4 ranks; choose 4 mic"),
         (lambda: interleaved(6, 8, 4), "6 stages are no multiple of 4 ranks; choose 4 stages"),
         (lambda: chimera(5, 4), "5 stages is odd.* choose 6 stages"),
+        (lambda: dualpipe(3, 8), "3 stages is odd.* choose 4 stages"),
+        (lambda: dualpipe(4, 6), "6 microbatches on 4 stages.* choose 8 microbatches"),
+        (lambda: dualpipe(4, 9), "9 microbatches on 4 stages.* choose 10 microbatches"),
         (lambda: terapipe(2, 2, 0), "0 token slices"),
         (lambda: schedule_by_name("1f1b", 4, 4, num_slices=2), "'1f1b' does not slice tokens"),
         (lambda: schedule_by_name("gpipe", 4, 4, num_ranks=2), "on 4 ranks, not on 2"),
