@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from stratagem.searcher.improvement.neighbours import recomputing_more
 from stratagem.searcher.improvement.token_slicing import default_unit, estimated_lengths
@@ -86,19 +85,19 @@ class OtherForms:
         for pipeline in _pipelines(known):
             if _without_fill(pipeline) > self.time():
                 break
-            if Form.SLICED in self.forms:
-                self._slice(pipeline)
-            if Form.MIRRORED in self.forms:
-                self._mirror(pipeline)
+            for schedule in self.forms.get(Form.SLICED, ()):
+                self._slice(pipeline, schedule)
+            for schedule in self.forms.get(Form.MIRRORED, ()):
+                self._mirror(pipeline, schedule)
         found = min(self.tried.get(Form.SLICED, []), key=self.trials.rank, default=None)
         if found is not None and self.trials.room(found).fits and found.step_time < before:
             self._try_unequal(found)
 
-    def _slice(self, pipeline: Simulation) -> None:
+    def _slice(self, pipeline: Simulation, schedule: str) -> None:
         """Downhill over numbers of microbatches and of equal slices, from the plan's own."""
         graph = self.trials.situation.graph
         plan, total = _with_whole_positions(pipeline.plan, graph), _positions(graph)
-        counts, (schedule, *_) = graph.microbatch_counts, self.forms[Form.SLICED]
+        counts = graph.microbatch_counts
 
         def simulated(at: tuple[int, int]) -> Simulation | None:
             parts, slices = at
@@ -131,7 +130,7 @@ class OtherForms:
         lengths = estimated_lengths(whole, s.graph, s.costs, total, unit, s.memory)
         self._simulated(replace(whole, token_slices=lengths))
 
-    def _mirror(self, pipeline: Simulation) -> None:
+    def _mirror(self, pipeline: Simulation, schedule: str) -> None:
         """Both directions, with the plan's own microbatches and with one or two for each stage."""
         plan = pipeline.plan
         shapes = [stage.mesh.shape for stage in plan.stages]
@@ -141,8 +140,7 @@ class OtherForms:
         plan = with_choices(
             plan, {n: replace(c, fused=False) for n, c in choices_of(plan).items()}
         )
-        counts = dict.fromkeys((plan.num_microbatches, stages, 2 * stages))
-        for schedule, parts in product(self.forms[Form.MIRRORED], counts):
+        for parts in dict.fromkeys((plan.num_microbatches, stages, 2 * stages)):
             sizes = Sizes(stages, parts, plan.num_ranks)
             if parts in graph.microbatch_counts and SCHEDULES[schedule].accepts(sizes):
                 self._simulated(

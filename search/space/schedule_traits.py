@@ -118,14 +118,13 @@ _SMALL = Sizes(2, 4, 2)
 
 
 def splits_backward(name: str) -> bool:
-    """Whether a schedule makes gradients of parameters apart from those of inputs.
+    """Whether a schedule with two homes for a stage makes gradients of parameters apart.
 
     Example:
         >>> splits_backward("chimera"), splits_backward("dualpipe")
         (False, True)
     """
-    made = SCHEDULES[name].made(_SMALL)
-    return made is None or made.splits_backward
+    return SCHEDULES[name].make(_SMALL).splits_backward
 
 
 def formed_schedules() -> tuple[str, ...]:

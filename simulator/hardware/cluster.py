@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from stratagem.simulator.base.field_types import check_fields, check_type
+from stratagem.simulator.base.field_types import check_arguments, check_fields, check_type
 from stratagem.simulator.base.files import decode, encode, plain_number
 from stratagem.simulator.base.hostile_texts import check_numbers
 from stratagem.simulator.base.misspelt_names import unknown
@@ -493,8 +493,7 @@ class Cluster(SavedValue):
 
 
 def _check_size(name: str, nodes: int, per_node: int) -> None:
-    check_type(nodes, int, "num_nodes", f"cluster {name!r}")
-    check_type(per_node, int, "devices_per_node", f"cluster {name!r}")
+    check_arguments(f"cluster {name!r}", num_nodes=(nodes, int), devices_per_node=(per_node, int))
     if nodes < 1 or per_node < 1:
         raise ValueError(
             f"cluster {name!r}: num_nodes={nodes}, devices_per_node={per_node}; "

@@ -53,9 +53,9 @@ def _homes(module: str) -> dict[str, str]:
     with open(source.origin, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     return {
-        alias.name: node.module
+        alias.asname or alias.name: node.module
         for branch in tree.body
-        if isinstance(branch, ast.If)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
         for node in branch.body
         if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names

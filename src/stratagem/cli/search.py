@@ -63,9 +63,9 @@ def search(
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help="that pipelines may have: 1f1b, gpipe, interleaved or zb-h1, and beside these "
-            "terapipe, chimera or dualpipe, in which the best are tried; repeatable; else 1f1b is "
-            "searched",
+            help=f"that pipelines may have: {' or '.join(searched_schedules())}, and beside "
+            f"these {' or '.join(formed_schedules())}, in which the best are tried; repeatable; "
+            "left out, 1f1b is searched",
             autocompletion=among((*searched_schedules(), *formed_schedules())),
         ),
     ] = None,

@@ -13,7 +13,7 @@ from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
 from stratagem.searcher.processes.worker_processes import Workers
-from stratagem.searcher.space.constraints import Space
+from stratagem.searcher.space.constraints import Constraints, Space
 from stratagem.searcher.space.schedule_traits import (
     formed_schedules,
     run_of,
@@ -189,3 +189,9 @@ def test_other_processes_know_schedules_that_were_registered() -> None:
             parts = [workers.part(bound_of, skeleton) for _ in range(6)]
             assert len({part.result() for part in parts}) == 1
             assert workers.failure == ""
+
+
+def test_a_space_says_which_schedules_there_are() -> None:
+    said = Constraints.__doc__ or ""
+    names = (*searched_schedules(), *formed_schedules())
+    assert [name for name in names if f'``"{name}"``' not in said] == []

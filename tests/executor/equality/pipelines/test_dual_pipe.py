@@ -17,7 +17,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
-from tests.executor.equality.pipelines.test_chimera import unpinned
+from tests.executor.equality.pipelines.test_chimera import ONE, TWO, opposite, unpinned
 from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import (
     Case,
@@ -25,17 +25,14 @@ from tests.support.plans import (
     assert_runs_like_torch,
     crossed,
     few,
-    make_plan,
     megatron,
     sharding,
     whole,
 )
 
-ONE, TWO = (1,), (2,)
-
 
 def both_ways(case: Case, choose: Chooser, *shapes: tuple[int, ...], parts: int = 4) -> Plan:
-    return make_plan(case, choose, *shapes, num_microbatches=parts, schedule="dualpipe")
+    return opposite(case, choose, *shapes, num_microbatches=parts, schedule="dualpipe")
 
 
 EQUAL: dict[str, tuple[Chooser, tuple[tuple[int, ...], ...]]] = {
