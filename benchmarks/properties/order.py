@@ -5,8 +5,8 @@ the predicted timeline. The n-th row of a name is the n-th instruction of that t
 
     blocks and updates    in one order
     gradient syncs        each behind the pass that makes it, and no later than its block ends and
-                          the syncs before it, and what blocks gathered since; stage by stage as
-                          in the program
+                          the syncs and gathers before it, and what blocks gathered since; stage
+                          by stage as in the program
     transfers             no later than the block ends in which the program has them, what the
                           link carried before, and sums of earlier gradients of the same stage,
                           without which the block begins none of its own
@@ -44,15 +44,15 @@ BOTH = " sync of both homes"
 """What also waits for another rank, so that it may begin later than this one lets it."""
 GATHER = " gather"
 PUBLISH = " publish"
+SYNCS = "syncs"
 PASSES = ("forward", "backward", "weight gradient")
 
 
 class Span(NamedTuple):
-    """When a task ran, ns, and on which lane."""
+    """When a task ran, ns."""
 
     start: int
     end: int
-    lane: str
 
 
 def disorder(plan: Plan, graph: OperatorGraph, costs: CostModel) -> list[str]:
@@ -63,16 +63,23 @@ def disorder(plan: Plan, graph: OperatorGraph, costs: CostModel) -> list[str]:
     for rank, member in enumerate(_first_of_each_crew(plan, program)):
         stage = member.stages[0]
         group = f"rank {rank}" if plan.is_mirrored else plan.group(stage)
-        ranks = None if plan.is_mirrored else plan.rank_of
-        order = _Order(member, _spans(timeline, group), plan.stage_of, ranks)
+        order = _Order(member, _spans(timeline, group), plan.stage_of, plan.rank_of, rank)
         found += [f"{group}: {each}" for each in order.faults()]
     return found
 
 
 def _is_sync(each: Bundle | Convert) -> bool:
     """Whether it brings gradients together, and not values or what passes return."""
-    first = each.parts[0] if isinstance(each, Bundle) else each
+    first = _parts(each)[0]
     return first.adds or first.task.endswith(BOTH)
+
+
+def _is_gathered(each: Bundle | Convert) -> bool:
+    return _parts(each)[0].task.endswith(GATHER)
+
+
+def _parts(each: Bundle | Convert) -> tuple[Convert, ...]:
+    return each.parts if isinstance(each, Bundle) else (each,)
 
 
 def _is_published(each: Bundle | Convert) -> bool:
@@ -92,14 +99,14 @@ def _first_of_each_crew(plan: Plan, program: Program) -> list[RankProgram]:
 def _spans(timeline: Timeline, group: str) -> dict[Moment, Span]:
     """The rows of a group's lanes; what holds several lanes at once is there once."""
     rows = {
-        (int(start), int(end), timeline.names[n]): timeline.lanes[timeline.lane[n]]
+        (int(start), int(end), timeline.names[n])
         for n, (start, end) in enumerate(zip(timeline.start, timeline.end, strict=True))
         if lane_group(timeline.lanes[timeline.lane[n]]) == group
     }
     seen: Counter[str] = Counter()
     found: dict[Moment, Span] = {}
-    for (start, end, name), lane in sorted(rows.items()):
-        found[name, seen[name]] = Span(start, end, lane)
+    for start, end, name in sorted(rows):
+        found[name, seen[name]] = Span(start, end)
         seen[name] += 1
     return found
 
@@ -111,7 +118,8 @@ class _Order:
     program: RankProgram
     spans: dict[Moment, Span]
     stage_of: dict[str, int]
-    rank_of: Sequence[int] | None
+    rank_of: Sequence[int]
+    rank: int
     names: list[Moment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -127,7 +135,7 @@ class _Order:
         the first.
         """
         instructions, begun = self.program.instructions, set[tuple[str, int]]()
-        gathered = "", -1
+        gathered = set[str](), -1
         last = {each.task: n for n, each in enumerate(instructions) if isinstance(each, Send)}
         for number, each in enumerate(instructions):
             match each:
@@ -141,13 +149,14 @@ class _Order:
                     yield f"{each.operator} update"
                 case Send() if last[each.task] == number:
                     yield each.task
-                case Convert(later=True) if each.task.endswith(GATHER):
-                    if gathered != (each.task, number - 1):
-                        yield each.task
-                    gathered = each.task, number
+                case Bundle() | Convert(later=True) if _is_gathered(each):
+                    before = gathered[0] if gathered[1] == number - 1 else set()
+                    tasks = dict.fromkeys(part.task for part in _parts(each))
+                    yield from (task for task in tasks if task not in before)
+                    gathered = set(tasks), number
                 case Bundle() | Convert(later=True) if _is_sync(each) or _is_published(each):
-                    parts = each.parts if isinstance(each, Bundle) else (each,)
-                    for sync in dict.fromkeys((part.task, part.microbatch) for part in parts):
+                    parts = ((part.task, part.microbatch) for part in _parts(each))
+                    for sync in dict.fromkeys(parts):
                         if sync not in begun:
                             begun.add(sync)
                             yield sync[0]
@@ -185,7 +194,8 @@ class _Order:
         ]
 
     def _communication(self, there: Sequence[Moment]) -> Iterator[str]:
-        over, made, updated = self._ends(there), dict[str, int](), 0
+        over, made = self._ends(there), dict[str, int]()
+        updated = last_gather = 0
         held = self._held(there)
         begun: dict[object, list[tuple[Span, int]]] = defaultdict(list)
         gathered = self._gathered(there)
@@ -201,11 +211,13 @@ class _Order:
                 updated = max(updated, span.end) if name.endswith(" update") else 0
                 continue
             if _is_gather(moment):
+                last_gather = max(last_gather, span.end)
                 continue
             if span.start < made.get(operator, 0):
                 yield f"{name} begins {made[operator] - span.start} ns before it is made"
             begin, total = gathered[moment]
-            queue, shares = begun[self._queue(moment)], self._queue(moment) == "sync"
+            queue, shares = begun[self._queue(moment)], self._queue(moment) == SYNCS
+            asked = last_gather if shares else 0
             before = max(
                 (
                     each.end + shares * max(0, total - min(behind, begin))
@@ -214,7 +226,7 @@ class _Order:
                 ),
                 default=0,
             )
-            latest = max(over[moment], before, held.get(moment, 0), updated)
+            latest = max(over[moment], before, held.get(moment, 0), updated, asked)
             if span.start > latest and not name.endswith(BOTH):
                 yield f"{name} begins {span.start - latest} ns after it may"
         yield from self._syncs(there)
@@ -281,13 +293,19 @@ class _Order:
         return found
 
     def _queue(self, moment: Moment) -> object:
-        """Communications of one queue may have to wait for one another: they share links."""
+        """Communications of one queue may have to wait for one another: they share links.
+
+        A transfer shares the link to the rank that it goes to. A stage that a rank has in the
+        other direction is the one that its mirror image has in this.
+        """
         name = moment[0]
         if " ⇢ " not in name:
-            return "sync"
-        if self.rank_of is None:
-            return self.spans[moment].lane
-        return self.rank_of[int(name.partition(" ⇢ stage ")[2].partition(",")[0])]
+            return SYNCS
+        here, to = (
+            self.rank_of[int(stage.removeprefix("stage ").partition(",")[0])]
+            for stage in name.split(" ⇢ ")
+        )
+        return to if here == self.rank else max(self.rank_of) - to
 
     def _ends(self, there: Sequence[Moment]) -> dict[Moment, int]:
         """By sync and transfer, when the block ends in whose course the program has it."""

@@ -22,7 +22,7 @@ from stratagem.simulator.kernel_times.training import Training
 @pytest.mark.parametrize(
     ("made", "count"),
     [
-        (steps.orders, 18),
+        (steps.orders, 60),
         (steps.faster_hardware, 28),
         (steps.interleaving, 6),
         (steps.affine_layers, 4),
