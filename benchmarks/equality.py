@@ -3,10 +3,11 @@
     python -m benchmarks.equality [--plans 1000] [--seed 0]
 
 Models and losses are drawn at random (`benchmarks.random_training`), and for each of them plans:
-1, 2, 4 or all microbatches that the model allows, one to eight ranks, any schedule, sharding, ZeRO
-stage, recompute, pieces and buckets. Each makes two steps with SGD in float64, perhaps with
-clipping and decay. Losses, gradients, parameters and buffers are compared with those of torch on
-the whole batch, which knows no plan; where batch norms see microbatches, torch's see the same.
+1, 2, 4 or all microbatches that the model allows, one to eight ranks, every schedule with a name
+whose step is one update, sharding, ZeRO stage, recompute, pieces and buckets. Each makes two steps
+with SGD in float64, perhaps with clipping and decay. Losses, gradients, parameters and buffers are
+compared with those of torch on the whole batch, which knows no plan; where batch norms see
+microbatches, torch's see the same.
 
 Prints a JSON line for every kind of model, and one for all: `case`, `models`, `tried` (plans that
 were run), `worst` (the largest relative error), `refused` (models or plans that were not taken),
@@ -27,6 +28,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,7 +45,10 @@ from stratagem.executor.running.torch_reference import (
 from stratagem.executor.state.batch_norm_counters import COUNTER
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.mirrored_stages import sends_both_ways
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.schedules.named_schedules import SCHEDULES
+from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.plans import SHAPES, Case, plan_on
 
@@ -51,6 +57,9 @@ TOLERANCE = 1e-8
 
 STEPS = 2
 PLANS_PER_MODEL = 4
+"""Of schedules for any two stages; and one of any record."""
+
+MOST_RANKS = 8
 RATE = 0.05
 
 
@@ -127,20 +136,63 @@ def random_plans(case: Case, rng: random.Random, count: int) -> Iterator[Plan]:
     """Plans with any number of microbatches that the model allows, of one to eight ranks."""
     for number in range(count):
         parts = rng.choice([n for n in case.graph.microbatch_counts if n <= 4 or number == 0])
-        training = Training(
-            optimizer="sgd",
-            learning_rate=RATE,
-            weight_decay=rng.choice([0.0, 0.1]),
-            clip_norm=rng.choice([0.0, 0.0, 0.05]),
-        )
-        yield _random_plan(case, rng, parts, training)
+        yield _random_plan(case, rng, parts, _random_training(rng))
+    shapes = list(_schedule_shapes(case.graph))
+    for name in rng.sample(sorted({shape.name for shape in shapes}), min(1, len(shapes))):
+        shape = rng.choice([shape for shape in shapes if shape.name == name])
+        yield _plan_under(case, rng, shape)
+
+
+def _random_training(rng: random.Random) -> Training:
+    return Training(
+        optimizer="sgd",
+        learning_rate=RATE,
+        weight_decay=rng.choice([0.0, 0.1]),
+        clip_norm=rng.choice([0.0, 0.0, 0.05]),
+    )
+
+
+class _ScheduleShape(NamedTuple):
+    """A schedule of some sizes; whether stages have two homes."""
+
+    name: str
+    sizes: Sizes
+    is_mirrored: bool
+
+
+def _schedule_shapes(graph: OperatorGraph) -> Iterator[_ScheduleShape]:
+    """All that have a name, make one update a step, and do not need slices of tokens."""
+    most = sum(not operator.is_source for operator in graph.operators)
+    parts = [count for count in graph.microbatch_counts if 1 < count <= 8]
+    for record, ranks, per_rank, count in product(SCHEDULES.values(), [2, 4], [1, 2], parts):
+        sizes = Sizes(ranks * per_rank, count, ranks)
+        made = record.made(sizes) if sizes.num_stages <= most else None
+        if made is None or made.update_every is not None:
+            continue
+        if made.is_mirrored and not sends_both_ways(made):
+            continue
+        yield _ScheduleShape(record.name, sizes, made.is_mirrored)
+
+
+def _plan_under(case: Case, rng: random.Random, shape: _ScheduleShape) -> Plan:
+    """A plan under a schedule, whose stages are as wide as those of their mirror images."""
+    ranks = shape.sizes.num_ranks
+    small = [each for each in SHAPES if math.prod(each) * ranks <= MOST_RANKS]
+    half = [rng.choice(small) for _ in range(ranks // 2)]
+    shapes = (half + half[::-1]) * (shape.sizes.num_stages // ranks)
+    seed = rng.randrange(10**9)
+    return plan_on(
+        case, shapes, rng, seed, num_microbatches=shape.sizes.num_microbatches,
+        schedule=shape.name, training=_random_training(rng),
+        crews=ranks if len(shapes) > ranks else None, pins=not shape.is_mirrored,
+    )  # fmt: skip
 
 
 def _random_plan(case: Case, rng: random.Random, parts: int, training: Training) -> Plan:
     size = sum(not operator.is_source for operator in case.graph.operators)
     num_stages = rng.choice([1, 1, 2, 3]) if size > 3 else 1
     shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
-    while sum(map(math.prod, shapes)) > 8:
+    while sum(map(math.prod, shapes)) > MOST_RANKS:
         shapes = [rng.choice(SHAPES) for _ in range(num_stages)]
     schedule, crews = rng.choice(["gpipe", "1f1b"]), None
     if num_stages == 2 and parts % 2 == 0 and size > 5 and rng.random() < 0.4:

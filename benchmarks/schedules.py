@@ -20,6 +20,7 @@ from itertools import pairwise
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.ampnet import ampnet
+from stratagem.simulator.schedules.dual_pipe import dualpipe
 from stratagem.simulator.schedules.macro_graph import macro_graph
 from stratagem.simulator.schedules.named_schedules import (
     chimera,
@@ -69,8 +70,10 @@ def cases() -> list[Case]:
         _case("zb-h1", "zb-h1", one),
         _case("chimera, B = F", "chimera", one, PassTimes(F, F)),
         _case("chimera, B = 2F, M = S", "chimera", Sizes(s, s, s)),
+        _case("dualpipe", "dualpipe", one),
         _case(f"terapipe, {k} slices", "terapipe", Sizes(s, m, s, k), share=k),
         _case("pipedream, steady state", "pipedream", one),
+        _case("pipedream-vertical, steady state", "pipedream-vertical", one),
     ]
     greedy = ampnet(s, 4 * m, whole, max_active=s)
     return [*listed, Case("ampnet, steady state", greedy, Fraction(0), whole)]
@@ -110,6 +113,7 @@ def speed_cases() -> dict[str, Schedule]:
         "interleaved, 2 stages a rank": interleaved(2 * s, m, s),
         "zb-h1": zb_h1(s, m),
         "chimera": chimera(s, m),
+        "dualpipe": dualpipe(s, m),
         "terapipe, 4 slices": terapipe(s, m, 4),
         "pipedream": pipedream(s, m),
         "ampnet": ampnet(s, m, times, max_active=s),

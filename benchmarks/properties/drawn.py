@@ -14,6 +14,7 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.plan.mirrored_stages import sends_both_ways
 from stratagem.simulator.plan.plan import CUSTOM, Plan, Stage
 from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
 from stratagem.simulator.schedules.named_schedules import SCHEDULES, record_of
@@ -58,14 +59,7 @@ class Shape:
         made = record_of(self.schedule).made(sizes)
         if made is None or made.num_slices != self.slices:
             return None
-        return None if made.is_mirrored and _is_lopsided(made) else made
-
-
-def _is_lopsided(schedule: Schedule) -> bool:
-    """Whether one of two directions has more microbatches than the other, which no plan may."""
-    passes = (action for action in schedule.orders[0] if action.kind is ActionKind.FORWARD)
-    first = sum(action.stage == 0 for action in passes)
-    return 2 * first != schedule.num_microbatches
+        return None if made.is_mirrored and not sends_both_ways(made) else made
 
 
 def kinds() -> tuple[str, ...]:

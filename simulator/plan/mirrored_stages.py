@@ -31,6 +31,19 @@ from stratagem.simulator.operators.kinds.operator_kinds import role_of
 from stratagem.simulator.schedules.actions import Action, ActionKind, Schedule
 
 
+def sends_both_ways(schedule: Schedule) -> bool:
+    """Whether a mirrored schedule sends as many microbatches in each direction, as a plan must."""
+    return 2 * _sent_down(schedule) == schedule.num_microbatches
+
+
+def _sent_down(schedule: Schedule) -> int:
+    """Microbatches whose first stage is on the first rank."""
+    return sum(
+        schedule.rank_of[Action(0, ActionKind.FORWARD, microbatch)] == 0
+        for microbatch in range(schedule.num_microbatches)
+    )
+
+
 def check_homes(where: str, meshes: Sequence[DeviceMesh], schedule: Schedule) -> None:
     """Refuse a plan whose stages cannot have second homes.
 
@@ -43,11 +56,7 @@ def check_homes(where: str, meshes: Sequence[DeviceMesh], schedule: Schedule) ->
         ValueError: one direction has more microbatches than the other, or the meshes of a stage
             and its mirror image have other shapes.
     """
-    both = schedule.num_microbatches
-    down = sum(
-        schedule.rank_of[Action(0, ActionKind.FORWARD, microbatch)] == 0
-        for microbatch in range(both)
-    )
+    both, down = schedule.num_microbatches, _sent_down(schedule)
     if 2 * down != both:
         remedy = f"choose {both + 1} microbatches" if both % 2 else "send as many in each"
         raise ValueError(

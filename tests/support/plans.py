@@ -323,12 +323,13 @@ def plan_on(
     schedule: str,
     training: Training | None,
     crews: int | None,
+    pins: bool = True,
 ) -> Plan:
     """Stages of some shapes, cut anywhere, with random configs (by `seed`) and options."""
     num_operators = sum(not o.is_source for o in case.graph.operators)
     plan = make_plan(
         case,
-        optional(drawing(seed), seed),
+        optional(drawing(seed), seed) if pins else unpinned(seed),
         *shapes,
         num_microbatches=num_microbatches,
         schedule=schedule,
@@ -356,6 +357,19 @@ def optional(choose: Chooser, seed: int) -> Chooser:
         return replace(made, chunks=chunks)
 
     return chosen
+
+
+def unpinned(seed: int) -> Chooser:
+    """Configs and options at random, without pins."""
+    drawn = optional(drawing(seed), seed)
+
+    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        while True:
+            made = drawn(operator, shape)
+            if not any(isinstance(placement, Pin) for placement in made.config):
+                return made
+
+    return choose
 
 
 def few(values: Collection[object], count: int) -> list[object]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.schedules import bubble_line, cases
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import (
     SCHEDULES,
@@ -113,6 +114,12 @@ def test_the_bubble_of_a_record_is_that_of_its_actions(
             assert bubble(made, PassTimes(*times)) == told, sizes
             known += 1
     assert known or times not in {(6, 6, 3, 3), (6, 12, 6, 6)}
+
+
+def test_the_benchmark_holds_every_record_to_its_formula() -> None:
+    listed = cases()
+    assert all(bubble_line(case)["equal"] for case in listed)
+    assert {case.schedule.name for case in listed} >= set(SCHEDULES)
 
 
 def test_a_mirrored_schedule_is_known_by_where_its_stages_are() -> None:

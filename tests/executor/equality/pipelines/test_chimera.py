@@ -30,7 +30,6 @@ from stratagem.simulator.drawing.pictures import picture_of
 from stratagem.simulator.graph.placement import Pin
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.plan_in_words import describe
@@ -52,13 +51,12 @@ from tests.support.plans import (
     assert_train_alike,
     assert_trains_like_torch,
     crossed,
-    drawing,
     few,
     make_case,
     make_plan,
     megatron,
-    optional,
     sharding,
+    unpinned,
     whole,
 )
 
@@ -216,19 +214,6 @@ def test_two_pipelines_train_like_torch(name: str) -> None:
     plan = opposite(case, choose, *shapes, num_microbatches=parts)
     verify(lower(plan, case.graph))
     assert_runs_like_torch(case, plan)
-
-
-def unpinned(seed: int) -> Chooser:
-    """Configs and options at random, without pins."""
-    drawn = optional(drawing(seed), seed)
-
-    def choose(operator: Operator, shape: tuple[int, ...]) -> Choice:
-        while True:
-            made = drawn(operator, shape)
-            if not any(isinstance(placement, Pin) for placement in made.config):
-                return made
-
-    return choose
 
 
 def random_plan(case: Case, seed: int) -> Plan:

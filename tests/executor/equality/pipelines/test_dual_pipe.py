@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.executor import lower
+from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.verify import verify
 from stratagem.simulator.drawing.pictures import picture_of
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -17,8 +18,9 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
-from tests.executor.equality.pipelines.test_chimera import ONE, TWO, opposite, unpinned
+from tests.executor.equality.pipelines.test_chimera import ONE, TWO, opposite
 from tests.executor.equality.test_models_executed import case_of
+from tests.executor.programs.test_live import measured_peaks
 from tests.support.plans import (
     Case,
     Chooser,
@@ -27,6 +29,7 @@ from tests.support.plans import (
     few,
     megatron,
     sharding,
+    unpinned,
     whole,
 )
 
@@ -50,6 +53,15 @@ def test_a_plan_trains_like_torch(name: str) -> None:
     plan = both_ways(case, choose, *shapes)
     verify(lower(plan, case.graph))
     assert_runs_like_torch(case, plan)
+
+
+@pytest.mark.parametrize("name", ["two devices", "data parallel", "tensor parallel"])
+def test_peaks_are_those_of_the_storages(name: str) -> None:
+    choose, shapes = EQUAL[name]
+    case = case_of("gpt")
+    plan = replace(both_ways(case, choose, *shapes), training=Training(optimizer="sgd"))
+    told = peak_bytes(lower(plan, case.graph))
+    assert list(told) == pytest.approx(measured_peaks(plan, case), rel=0.05)
 
 
 class Dropping(nn.Module):
