@@ -36,12 +36,12 @@ from benchmarks.delta_pipeline import (
     pipelined_gpt3,
 )
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._delta_index import REPLAYED, DeltaState
 from stratagem.simulator.engine._delta_replay import (
     accept_changes,
     propose_changes,
     reject_changes,
 )
+from stratagem.simulator.engine._delta_state import DeltaState
 from stratagem.simulator.engine.delta_engine import DeltaEngine
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.task_graph import TaskGraph
@@ -60,7 +60,7 @@ def reject_all(
         for k in range(starts.size - 1):
             lo, hi = starts[k], starts[k + 1]
             propose_changes(state, tasks[lo:hi], durations[lo:hi], sets[lo:hi])
-            replayed += state.numbers[REPLAYED]
+            replayed += state.book[0].replayed
             reject_changes(state)
     return replayed
 

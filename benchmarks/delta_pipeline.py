@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -20,15 +21,8 @@ from stratagem.searcher.space.skeletons import operator_choices, stage_meshes
 from stratagem.searcher.space.stage_cuts import balanced_stages
 from stratagem.searcher.space.strategies import tensor_parallel
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._delta_index import (
-    DURATION,
-    DURATIONS,
-    REPLAYED,
-    SET,
-    SETS,
-    DeltaState,
-)
 from stratagem.simulator.engine._delta_replay import play_in_full, propose_changes, reject_changes
+from stratagem.simulator.engine._delta_state import DeltaState
 from stratagem.simulator.engine.delta_engine import DeltaEngine
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.task_graph import TaskGraph
@@ -196,14 +190,55 @@ def _moves(
 @njit()
 def change_and_play(state: DeltaState, tasks: Ints, durations: Ints, sets: Ints) -> int:
     """Play a graph in full with changes, and undo them; return the makespan in ns."""
+    graph = state.graph
     for j in range(tasks.size):
-        state.rows[DURATIONS, tasks[j]] = durations[j]
-        state.rows[SETS, tasks[j]] = sets[j]
+        graph.durations[tasks[j]] = durations[j]
+        graph.resource_sets[tasks[j]] = sets[j]
     makespan = play_in_full(state)
     for j in range(tasks.size):
-        state.rows[DURATIONS, tasks[j]] = state.task[tasks[j], DURATION]
-        state.rows[SETS, tasks[j]] = state.task[tasks[j], SET]
+        graph.durations[tasks[j]] = state.tasks[tasks[j]].duration
+        graph.resource_sets[tasks[j]] = state.tasks[tasks[j]].resources
     return makespan
+
+
+class Moves(NamedTuple):
+    """Moves, and what each changes: see `Pipeline`.
+
+    Attributes:
+        members: macro tasks of each block of a stage, one after the other.
+        member_starts: where those of each begin.
+        stages: of the moves.
+        starts, tasks, durations, sets: of each move the changes of its stage's three blocks.
+    """
+
+    members: Ints
+    member_starts: Ints
+    stages: Ints
+    starts: Ints
+    tasks: Ints
+    durations: Ints
+    sets: Ints
+
+
+class MacroChanges(NamedTuple):
+    """Room for what changes in the macro graph, one entry a macro task."""
+
+    tasks: Ints
+    durations: Ints
+    sets: Ints
+
+
+@njit()
+def play_block(
+    how: int, state: DeltaState, tasks: Ints, durations: Ints, sets: Ints
+) -> tuple[int, int]:
+    """Play a changed block; return its makespan in ns, and how many tasks were played."""
+    if how > DELTA_MACRO:
+        return change_and_play(state, tasks, durations, sets), state.places.size
+    ns = propose_changes(state, tasks, durations, sets)
+    played = state.book[0].replayed
+    reject_changes(state)
+    return ns, played
 
 
 @njit()
@@ -211,55 +246,34 @@ def play_moves(
     how: int,
     states: tuple[DeltaState, ...],
     macro: DeltaState,
-    members: Ints,
-    member_starts: Ints,
-    stages: Ints,
-    starts: Ints,
-    tasks: Ints,
-    durations: Ints,
-    sets: Ints,
+    moves: Moves,
+    work: MacroChanges,
     makespans: Ints,
-    macro_tasks: Ints,
-    macro_durations: Ints,
-    macro_sets: Ints,
 ) -> int:
-    """Play all moves, each on its own; fill in the makespans; return how many tasks were played.
-
-    The last three arrays are workspace, one entry a macro task.
-    """
+    """Play all moves, each on its own; fill in makespans; return how many tasks were played."""
     played = 0
-    for k in range(stages.size):
+    for k in range(moves.stages.size):
         count = 0
         for kind in range(3):
-            block = 3 * stages[k] + kind
-            lo, hi = starts[3 * k + kind], starts[3 * k + kind + 1]
-            new = (tasks[lo:hi], durations[lo:hi], sets[lo:hi])
-            state = states[block]
-            if how <= DELTA_MACRO:
-                ns = propose_changes(state, *new)
-                played += state.numbers[REPLAYED]
-                reject_changes(state)
-            else:
-                ns = change_and_play(state, *new)
-                played += state.rows.shape[1]
-            for index in range(member_starts[block], member_starts[block + 1]):
-                macro_tasks[count] = members[index]
-                macro_durations[count] = ns
-                macro_sets[count] = macro.task[members[index], SET]
+            block = 3 * moves.stages[k] + kind
+            lo, hi = moves.starts[3 * k + kind], moves.starts[3 * k + kind + 1]
+            new = (moves.tasks[lo:hi], moves.durations[lo:hi], moves.sets[lo:hi])
+            ns, more = play_block(how, states[block], *new)
+            played += more
+            for index in range(moves.member_starts[block], moves.member_starts[block + 1]):
+                work.tasks[count] = moves.members[index]
+                work.durations[count] = ns
+                work.sets[count] = macro.tasks[moves.members[index]].resources
                 count += 1
         if how == PLAN:
             for block in range(len(states)):
-                if block // 3 != stages[k]:
-                    played += states[block].rows.shape[1]
+                if block // 3 != moves.stages[k]:
+                    played += states[block].places.size
                     play_in_full(states[block])
-        new = (macro_tasks[:count], macro_durations[:count], macro_sets[:count])
-        if how == DELTA_MACRO:
-            makespans[k] = propose_changes(macro, *new)
-            played += macro.numbers[REPLAYED]
-            reject_changes(macro)
-        else:
-            makespans[k] = change_and_play(macro, *new)
-            played += macro.rows.shape[1]
+        joined = (work.tasks[:count], work.durations[:count], work.sets[:count])
+        macro_how = DELTA if how == DELTA_MACRO else PLAN
+        makespans[k], more = play_block(macro_how, macro, *joined)
+        played += more
     return played
 
 
@@ -272,7 +286,7 @@ class Player:
     macro: DeltaState
     members: tuple[Ints, Ints]
     makespans: Ints
-    work: Ints
+    work: MacroChanges
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Player:
@@ -284,12 +298,13 @@ class Player:
             macro=macro.state,
             members=pipeline.members(),
             makespans=np.zeros(pipeline.stages.size, np.int64),
-            work=np.zeros((3, pipeline.macro.graph.num_tasks), np.int64),
+            work=MacroChanges(*np.zeros((3, pipeline.macro.graph.num_tasks), np.int64)),
         )
 
     def play(self, how: int, num_moves: int) -> float:
         """Play some moves in one of four ways; return how many tasks were played a move."""
         p, changes = self.pipeline, self.pipeline.changes
         flat = (changes.starts, changes.tasks, changes.durations, changes.sets)
-        fixed = (self.states, self.macro, *self.members, p.stages[:num_moves], *flat)
-        return play_moves(how, *fixed, self.makespans, *self.work) / num_moves
+        moves = Moves(*self.members, p.stages[:num_moves], *flat)
+        played = play_moves(how, self.states, self.macro, moves, self.work, self.makespans)
+        return played / num_moves

@@ -36,23 +36,10 @@ MOST, MOST_TESTS = 12, 14
 """Modules side by side in a room, and files in a room of tests."""
 LONGEST = 600
 """Lines of a module."""
-MOST_LINES, MOST_ARGUMENTS = 60, 8
+MOST_LINES, MOST_ARGUMENTS = 45, 8
 """Lines of a kernel, without its docstring, and its positional arguments."""
 KERNEL = re.compile(r"(kernel|uncounted)\(")
 """How the decorators of kernels begin."""
-LONGER = {
-    "replay_window": "its numbers stay in registers from task to task, which calls would end",
-    "enumerate_sets": "its arrays grow as it runs, each by another measure",
-}
-"""Kernels of more lines, and why."""
-WIDER = {
-    "product_seconds": "numbers only, and the caller looks each of them up",
-    "ascend": "the program, and the multipliers that are improved",
-    "dual_bound": "the program, and its multipliers",
-    "priced_costs": "the program, and its multipliers",
-    "consistent_choice": "the program, and its multipliers",
-}
-"""Kernels of more arguments, and what they are."""
 SAYS = ("In:", "Out:", "Imports:")
 """How the sentences of a room's docstring begin."""
 PACKAGES = {"search": "searcher"}
@@ -191,24 +178,19 @@ def kernels_of(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def large_kernels(known: Mapping[str, Path]) -> Iterator[str]:
-    """Which kernels are too long or take too much, and which exceptions are none, one a line."""
-    longer, wider = set(LONGER), set(WIDER)
+    """Which kernels are too long or take too much, one a line."""
     for module, path in sorted(known.items()):
         for name, lines, arguments in kernels_of(path):
-            if lines > MOST_LINES and name not in LONGER:
+            if lines > MOST_LINES:
                 yield (
                     f"kernel {name} of {module} has {lines} lines of at most {MOST_LINES}: "
                     "take steps of it out as inner kernels"
                 )
-            if arguments > MOST_ARGUMENTS and name not in WIDER:
+            if arguments > MOST_ARGUMENTS:
                 yield (
                     f"kernel {name} of {module} takes {arguments} arguments of at most "
                     f"{MOST_ARGUMENTS}: put arrays that belong together in a NamedTuple"
                 )
-            longer -= {name} if lines > MOST_LINES else set()
-            wider -= {name} if arguments > MOST_ARGUMENTS else set()
-    for name in sorted(longer | wider):
-        yield f"kernel {name} is an exception of docs/rooms.py and need not be"
 
 
 def long_modules(known: Mapping[str, Path]) -> Iterator[str]:

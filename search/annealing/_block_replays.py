@@ -6,22 +6,12 @@ serves any number of them; `state_of` cuts out the delta state of one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stratagem.searcher.annealing._longest_path import note_longest_path
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Ints, Records, record
 from stratagem.simulator.base.compiling import uncounted
-from stratagem.simulator.engine._delta_index import (
-    FULL,
-    NUM_ROWS,
-    PENDING,
-    PLAYED_DURATION,
-    PLAYED_SET,
-    PROPOSED,
-    REPLAY,
-    DeltaState,
-    record_play,
-)
+from stratagem.simulator.engine._delta_index import record_play
 from stratagem.simulator.engine._delta_replay import (
     accept,
     keep_changes,
@@ -30,6 +20,8 @@ from stratagem.simulator.engine._delta_replay import (
     propose,
     reject,
 )
+from stratagem.simulator.engine._delta_state import FULL, REPLAY, DeltaState
+from stratagem.simulator.engine._event_queue import TaskArrays, Workspace
 from stratagem.simulator.stage._shut_gates import is_shut
 
 CATCH_UP = 8
@@ -39,17 +31,25 @@ FEW = 4
 PATH_AGE = 32
 """After so many accepted proposals the longest path of a block is looked for again."""
 
-STAGE, KIND, BLOCK, INNER = range(4)
-"""Columns of `Plays.which`."""
-FOUND, NS, STALE, CALM, IS_PENDING, PATH, NEW_PATH, AGE = range(8)
-"""Columns of `Plays.books`: changed tasks, makespan, whether the index is out of date, proposals
-since it is, whether a proposal is pending; ns of the noted path, as accepted and as proposed, and
-proposals that were accepted since it was noted."""
-NUM_BOOKS = 8
-TASK, BASE, FIRST, STRIDE, SECOND, SECOND_STRIDE, GATE = range(7)
-"""Columns of `Plays.touches`."""
-NOW, NEW = 0, 1
-"""Entries of `Plays.loads`: as accepted, as proposed."""
+PLAY = record("stage", "kind", "block", "inner")
+"""A block that is played, as `Problem.plays` has it."""
+STARTS = record("tasks", "words", "levels", "edges", "sets", "members", "rivals")
+"""Where a block begins among the tasks of all, in the trees over positions, among the levels of
+these, edges, sets of resources, the resources in them, and the table of who slows whom."""
+BOOKS = record("found", "ns", "is_stale", "calm", "is_pending", "path", "new_path", "age")
+"""Changed tasks of a block, its makespan, whether its index is out of date, proposals since it is,
+whether a proposal is pending; ns of the noted path, as accepted and as proposed, and how many
+proposals were accepted since it was noted."""
+TOUCH = record("task", "offset", "first", "stride", "second", "second_stride", "gate")
+"""A task whose look-up an operator takes part in, and that look-up."""
+
+
+class Changes(NamedTuple):
+    """What a proposal changes, one after the other for each play: [T] each."""
+
+    tasks: Ints
+    ns: Ints
+    resources: Ints
 
 
 class Plays(NamedTuple):
@@ -58,69 +58,79 @@ class Plays(NamedTuple):
     Attributes:
         pool_ns: durations in ns.
         pool_sets: sets of resources, bit by bit.
-        which: [P, 4], see `STAGE`, ...; in the order of stages.
-        starts: [S + 1], where the plays of each stage begin.
-        tasks: [P + 1], where the tasks of each play begin.
-        words: [P + 1], where the trees over positions of each begin.
-        counts: [P + 1], where the `numbers` of each begin.
-        link_starts: [P + 1], where each begins in ``links``.
-        links: see `DeltaState`.
+        which: [P], `PLAY`, in the order of stages.
+        stages: [S + 1], where the plays of each stage begin.
+        starts: [P + 1], `STARTS`.
+        states: of all blocks, each array of the one behind that of the other; see `state_of`.
         touch_starts: [P, N + 1], where the tasks begin whose look-up an operator takes part in.
-        touches: [*, 7], see `TASK`, ...: such a task and its look-up.
+        touches: `TOUCH`.
         gates: see `Sharing.arrays`.
-        task, rows, latest, held, numbers, free, heap_ready, heap_task: see `DeltaState`.
         seen: [T], the last proposal that changed a task.
         on_path: [T], whether a task lies on the path that is noted (see `_longest_path`).
-        changes: [3, T], of each play's changed tasks the task, its duration, its set.
-        books: [P, 8], see `FOUND`, ...
-        loads: [P, 2, R], ns for which each resource is held.
+        changes: of each play.
+        books: [P], `BOOKS`.
+        loads: [P, R], ns for which each resource is held.
+        new_loads: the same as proposed.
     """
 
     pool_ns: Ints
     pool_sets: Ints
-    which: Ints
-    starts: Ints
-    tasks: Ints
-    words: Ints
-    counts: Ints
-    link_starts: Ints
-    links: Ints
+    which: Records
+    stages: Ints
+    starts: Records
+    states: DeltaState
     touch_starts: Ints
-    touches: Ints
+    touches: Records
     gates: tuple[Ints, Ints, Ints, Ints]
-    task: Ints
-    rows: Ints
-    latest: Ints
-    held: Ints
-    numbers: Ints
-    free: Ints
-    heap_ready: Ints
-    heap_task: Ints
     seen: Ints
     on_path: Ints
-    changes: Ints
-    books: Ints
+    changes: Changes
+    books: Records
     loads: Ints
+    new_loads: Ints
 
 
 @uncounted(inner=True)
 def state_of(plays: Plays, k: int) -> DeltaState:
     """The delta state of play k."""
-    lo, hi = plays.tasks[k], plays.tasks[k + 1]
-    low, high = plays.words[k], plays.words[k + 1]
-    num_resources = plays.free.shape[2]
+    states, num_resources = plays.states, plays.loads.shape[1]
+    graph, space = states.graph, states.space
+    begin, stop = plays.starts[k], plays.starts[k + 1]
+    lo, hi, words = begin.tasks, stop.tasks, stop.words - begin.words
+    first, last = num_resources * k, num_resources * (k + 1)
+    latest = states.latest[2 * begin.words : 2 * stop.words]
+    held = states.held[num_resources * begin.words : num_resources * stop.words]
     return DeltaState(
-        plays.task[lo + k : hi + k + 1],
-        plays.rows[NUM_ROWS * lo : NUM_ROWS * hi].reshape((NUM_ROWS, hi - lo)),
-        plays.latest[2 * low : 2 * high].reshape((2, high - low)),
-        plays.held[num_resources * low : num_resources * high].reshape(
-            (num_resources, high - low)
+        TaskArrays(
+            graph.successor_offsets[lo + k : hi + k + 1],
+            graph.successors[begin.edges : stop.edges],
+            graph.num_predecessors[lo:hi],
+            graph.durations[lo:hi],
+            graph.resource_sets[lo:hi],
+            graph.set_offsets[begin.sets : stop.sets],
+            graph.set_resources[begin.members : stop.members],
+            graph.contention[begin.rivals : stop.rivals],
         ),
-        plays.numbers[plays.counts[k] : plays.counts[k + 1]],
-        plays.links[plays.link_starts[k] : plays.link_starts[k + 1]],
-        plays.free[k],
-        plays.heap_ready[lo:hi],
-        plays.heap_task[lo:hi],
+        Workspace(
+            space.remaining[lo:hi],
+            space.free[first:last],
+            space.heap_ready[lo:hi],
+            space.heap_task[lo:hi],
+            space.stack[lo:hi],
+            space.ready[lo:hi],
+            space.start[lo:hi],
+            space.end[lo:hi],
+        ),
+        states.tasks[lo + k : hi + k + 1],
+        states.places[lo:hi],
+        states.changes[lo:hi],
+        states.windows[lo:hi],
+        states.book[k : k + 1],
+        states.predecessors[begin.edges : stop.edges],
+        latest.reshape((2, words)),
+        held.reshape((num_resources, words)),
+        states.levels[begin.levels : stop.levels],
+        states.known[first:last],
     )
 
 
@@ -132,12 +142,12 @@ def copy_ints(source: Ints, target: Ints) -> None:
 
 
 @uncounted(inner=True)
-def look_up(touch: Ints, choice: Ints, gates: tuple[Ints, Ints, Ints, Ints]) -> int:
+def look_up(touch: Any, choice: Ints, gates: tuple[Ints, Ints, Ints, Ints]) -> int:
     """Where a task's duration and set are in the pool under `choice`; 0, for idle, if shared."""
-    if is_shut(touch[GATE], choice, gates[0], gates[1], gates[2], gates[3]):
+    if is_shut(touch.gate, choice, gates[0], gates[1], gates[2], gates[3]):
         return 0
-    where: int = touch[BASE] + choice[touch[FIRST]] * touch[STRIDE]
-    where += choice[touch[SECOND]] * touch[SECOND_STRIDE]
+    where: int = touch.offset + choice[touch.first] * touch.stride
+    where += choice[touch.second] * touch.second_stride
     return where
 
 
@@ -158,34 +168,34 @@ def gather_changes(
     No resource can be through before it has done all its work, and no path before all its tasks
     have run. Without a change the bound is the makespan itself.
     """
-    begin = plays.tasks[k]
-    found, path = 0, int(plays.books[k, PATH])
-    loads = plays.loads[k, NEW]
-    copy_ints(plays.loads[k, NOW], loads)
+    books, begin, changes = plays.books[k], plays.starts[k].tasks, plays.changes
+    found, path = 0, int(books.path)
+    loads = plays.new_loads[k]
+    copy_ints(plays.loads[k], loads)
     for index in range(count):
         i = changed[index]
         for e in range(plays.touch_starts[k, i], plays.touch_starts[k, i + 1]):
             touch = plays.touches[e]
-            each = touch[TASK]
-            if plays.seen[begin + each] == proposal:
+            place = begin + touch.task
+            if plays.seen[place] == proposal:
                 continue
-            plays.seen[begin + each] = proposal
+            plays.seen[place] = proposal
             where = look_up(touch, choice, plays.gates)
             ns, resources = plays.pool_ns[where], plays.pool_sets[where]
-            played = plays.task[begin + k + each]
-            if ns == played[PLAYED_DURATION] and resources == played[PLAYED_SET]:
+            task = plays.states.tasks[place + k]
+            if ns == task.played_duration and resources == task.played_resources:
                 continue
-            add_load(loads, played[PLAYED_SET], -played[PLAYED_DURATION])
+            add_load(loads, task.played_resources, -task.played_duration)
             add_load(loads, resources, ns)
-            path += plays.on_path[begin + each] * (ns - played[PLAYED_DURATION])
-            plays.changes[0, begin + found] = each
-            plays.changes[1, begin + found] = ns
-            plays.changes[2, begin + found] = resources
+            path += plays.on_path[place] * (ns - task.played_duration)
+            changes.tasks[begin + found] = touch.task
+            changes.ns[begin + found] = ns
+            changes.resources[begin + found] = resources
             found += 1
-    plays.books[k, FOUND] = found
+    books.found = found
     if found == 0:
-        return int(plays.books[k, NS])
-    plays.books[k, NEW_PATH] = path
+        return int(books.ns)
+    books.new_path = path
     bound = path
     for resource in range(loads.size):
         bound = max(bound, loads[resource])
@@ -195,32 +205,31 @@ def gather_changes(
 @uncounted(inline="always")
 def play_changes_of(plays: Plays, k: int, count: int) -> int:
     """Makespan in ns of play k with what was gathered from `count` operators."""
-    books = plays.books[k]
+    books, changes, begin = plays.books[k], plays.changes, plays.starts[k].tasks
     state = state_of(plays, k)
-    begin = plays.tasks[k]
-    end = begin + books[FOUND]
-    tasks, durations = plays.changes[0, begin:end], plays.changes[1, begin:end]
-    sets = plays.changes[2, begin:end]
-    books[IS_PENDING] = 1
-    books[CALM] += 1
-    if books[STALE] and count <= FEW and books[CALM] > CATCH_UP:
+    end = begin + books.found
+    tasks, ns = changes.tasks[begin:end], changes.ns[begin:end]
+    resources = changes.resources[begin:end]
+    books.is_pending = 1
+    books.calm += 1
+    if books.is_stale and count <= FEW and books.calm > CATCH_UP:
         record_play(state)
-        books[STALE] = 0
-    if not books[STALE]:
-        return int(propose(state, tasks, durations, sets))
-    note_changes(state, tasks, durations, sets)
-    state.numbers[PENDING] = FULL
-    state.numbers[PROPOSED] = play_in_full(state)
-    return int(state.numbers[PROPOSED])
+        books.is_stale = 0
+    if not books.is_stale:
+        return int(propose(state, tasks, ns, resources))
+    note_changes(state, tasks, ns, resources)
+    state.book[0].pending = FULL
+    state.book[0].proposed = play_in_full(state)
+    return int(state.book[0].proposed)
 
 
 @uncounted(inner=True)
 def note_path_of(plays: Plays, k: int) -> None:
     """Look for the longest path of play k as accepted."""
     books = plays.books[k]
-    on_path = plays.on_path[plays.tasks[k] : plays.tasks[k + 1]]
-    books[PATH] = note_longest_path(state_of(plays, k), on_path)
-    books[AGE] = 0
+    on_path = plays.on_path[plays.starts[k].tasks : plays.starts[k + 1].tasks]
+    books.path = note_longest_path(state_of(plays, k), on_path)
+    books.age = 0
 
 
 @uncounted(inline="always")
@@ -230,21 +239,21 @@ def settle_play(plays: Plays, k: int, is_accepted: bool) -> None:
     The index of a block that was played in full is made anew only when a later proposal asks.
     """
     books = plays.books[k]
-    if not books[IS_PENDING]:
+    if not books.is_pending:
         return
-    books[IS_PENDING] = 0
+    books.is_pending = 0
     state = state_of(plays, k)
     if not is_accepted:
         reject(state)
         return
-    books[NS], books[PATH] = state.numbers[PROPOSED], books[NEW_PATH]
-    copy_ints(plays.loads[k, NEW], plays.loads[k, NOW])
-    if state.numbers[PENDING] == REPLAY:
+    books.ns, books.path = state.book[0].proposed, books.new_path
+    copy_ints(plays.new_loads[k], plays.loads[k])
+    if state.book[0].pending == REPLAY:
         accept(state)
     else:
         keep_changes(state)
-        books[STALE] = 1
-        books[CALM] = 0
-    books[AGE] += 1
-    if books[AGE] >= PATH_AGE:
+        books.is_stale = 1
+        books.calm = 0
+    books.age += 1
+    if books.age >= PATH_AGE:
         note_path_of(plays, k)

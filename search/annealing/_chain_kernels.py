@@ -18,10 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from stratagem.searcher.annealing._block_replays import (
-    FOUND,
-    KIND,
-    NS,
-    STAGE,
     Plays,
     copy_ints,
     gather_changes,
@@ -130,9 +126,9 @@ def score_anew(arrays: Arrays, choice: Ints) -> float:
     """Score of what `begin_play` played under `choice`, in full."""
     plays, pipeline, num_items = arrays.plays, arrays.pipeline, num_items_of(arrays)
     pipeline.proposed[:] = 0
-    for k in range(plays.which.shape[0]):
-        entry = plays.which[k, KIND] * num_items + plays.which[k, STAGE]
-        pipeline.proposed[entry] = plays.books[k, NS]
+    for k in range(plays.which.size):
+        entry = plays.which[k].kind * num_items + plays.which[k].stage
+        pipeline.proposed[entry] = plays.books[k].ns
         note_path_of(plays, k)
     fill_crossings(
         pipeline.proposed,
@@ -158,6 +154,15 @@ def note_pipeline(arrays: Arrays) -> None:
         note_longest_path(pipeline)
 
 
+@uncounted(inner=True)
+def crosses_stages(arrays: Arrays, count: int) -> bool:
+    """Whether one of the changed operators is an end of something that joins stages."""
+    crosses = False
+    for index in range(count):
+        crosses = crosses or arrays.crosses[arrays.changed[index]] > 0
+    return crosses
+
+
 @uncounted(inline="always")
 def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float, weight: float) -> float:
     """Score of a plan with `count` changed operators of one stage; infinite if over `limit`.
@@ -171,16 +176,13 @@ def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float, weight: flo
     numbers[NOTED] = 0
     copy_ints(pipeline.table, pipeline.proposed)
     # [1]
-    first, last = plays.starts[stage], plays.starts[stage + 1]
+    first, last = plays.stages[stage], plays.stages[stage + 1]
     for k in range(first, last):
-        entry = plays.which[k, KIND] * num_items + stage
+        entry = plays.which[k].kind * num_items + stage
         pipeline.proposed[entry] = gather_changes(
             plays, k, choice, changed, count, numbers[PROPOSAL]
         )
-    crosses = False
-    for index in range(count):
-        crosses = crosses or arrays.crosses[changed[index]] > 0
-    if crosses:
+    if crosses_stages(arrays, count):
         fill_crossings(
             pipeline.proposed,
             num_items,
@@ -193,8 +195,8 @@ def evaluate(arrays: Arrays, choice: Ints, count: int, limit: float, weight: flo
         return np.inf
     # [2]
     for k in range(first, last):
-        if plays.books[k, FOUND] > 0:
-            entry = plays.which[k, KIND] * num_items + stage
+        if plays.books[k].found > 0:
+            entry = plays.which[k].kind * num_items + stage
             pipeline.proposed[entry] = play_changes_of(plays, k, count)
             if bound_of(pipeline) * 1e-9 > limit:
                 return np.inf
@@ -217,7 +219,7 @@ def settle(arrays: Arrays, choice: Ints, count: int, is_accepted: bool) -> None:
     """Make the proposal the state of the chain, or forget it."""
     plays, numbers = arrays.plays, arrays.numbers
     stage = arrays.moves.stage_of[arrays.changed[0]]
-    for k in range(plays.starts[stage], plays.starts[stage + 1]):
+    for k in range(plays.stages[stage], plays.stages[stage + 1]):
         settle_play(plays, k, is_accepted)
     if is_accepted:
         if not numbers[SAME]:

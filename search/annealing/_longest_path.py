@@ -10,38 +10,31 @@ from __future__ import annotations
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.compiling import uncounted
-from stratagem.simulator.engine._delta_index import (
-    FULL_END,
-    ORDER,
-    PLAYED_DURATION,
-    PREDECESSORS,
-    STACK,
-    DeltaState,
-)
+from stratagem.simulator.engine._delta_state import DeltaState
 
 
 @uncounted(inner=True)
 def note_longest_path(state: DeltaState, on_path: Ints) -> int:
     """Set `on_path` to 1 for the tasks of a longest path as played, else to 0; return its ns.
 
-    Ends of tasks and their predecessors on the path go to rows that a full simulation fills.
+    Ends of tasks and their predecessors on the path go to what a full simulation fills.
     """
-    task, rows, links = state.task, state.rows, state.links
+    tasks, ends, befores = state.tasks, state.space.end, state.space.stack
     longest, last = 0, -1
-    for place in range(rows.shape[1]):
-        each = rows[ORDER, place]
+    for position in range(state.places.size):
+        each = state.places[position].task
         end, because = 0, -1
-        for edge in range(task[each, PREDECESSORS], task[each + 1, PREDECESSORS]):
-            before = links[edge]
-            if rows[FULL_END, before] > end:
-                end, because = rows[FULL_END, before], before
-        end += task[each, PLAYED_DURATION]
-        rows[FULL_END, each] = end
-        rows[STACK, each] = because
+        for edge in range(tasks[each].predecessors, tasks[each + 1].predecessors):
+            before = state.predecessors[edge]
+            if ends[before] > end:
+                end, because = ends[before], before
+        end += tasks[each].played_duration
+        ends[each] = end
+        befores[each] = because
         on_path[each] = 0
         if end > longest:
             longest, last = end, each
     while last >= 0:
         on_path[last] = 1
-        last = rows[STACK, last]
+        last = befores[last]
     return longest

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stratagem.searcher.annealing._block_replays import (
-    BASE,
-    FIRST,
-    GATE,
-    NOW,
-    NS,
-    NUM_BOOKS,
-    SECOND,
-    SECOND_STRIDE,
-    STRIDE,
-    TASK,
+    BOOKS,
+    PLAY,
+    STARTS,
+    TOUCH,
+    Changes,
     Plays,
     state_of,
 )
@@ -28,10 +24,10 @@ from stratagem.searcher.annealing.move_lists import moves_of
 from stratagem.searcher.problem._score_kernels import QueuedPipeline
 from stratagem.searcher.problem.priced_skeleton import Problem, pool_starts
 from stratagem.searcher.problem.tensors_touched import gate_owners, tensors_touched
-from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._delta_index import DURATION, DURATIONS, SET, SETS
+from stratagem.simulator.base.arrays import Ints, Records, records
 from stratagem.simulator.engine._delta_replay import play_changes
-from stratagem.simulator.engine._event_queue import Workspace
+from stratagem.simulator.engine._delta_state import DeltaState
+from stratagem.simulator.engine._event_queue import TaskArrays, Workspace
 from stratagem.simulator.engine.delta_engine import allocate_delta
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.idle_tasks import contract
@@ -47,8 +43,9 @@ def own_arrays(shared: Arrays) -> Arrays:
     """The arrays of a new chain: what it writes to is its own, all else is shared."""
     plays, tensors, pipeline = shared.plays, shared.tensors, shared.pipeline
     fresh = {name: getattr(plays, name).copy() for name in _OF_PLAYS}
+    changes = Changes(*(each.copy() for each in plays.changes))
     return shared._replace(
-        plays=plays._replace(**fresh),
+        plays=plays._replace(states=_own_states(plays.states), changes=changes, **fresh),
         tensors=tensors._replace(**{n: getattr(tensors, n).copy() for n in _OF_TENSORS}),
         pipeline=pipeline._replace(**{n: getattr(pipeline, n).copy() for n in _OF_PIPELINE}),
         macro=_own_queue(shared.macro),
@@ -57,18 +54,28 @@ def own_arrays(shared: Arrays) -> Arrays:
 
 
 def _own_queue(shared: QueuedPipeline) -> QueuedPipeline:
-    graph, space = shared.graph, shared.space
+    return shared._replace(graph=_own_graph(shared.graph), space=_own_space(shared.space))
+
+
+def _own_graph(graph: TaskArrays) -> TaskArrays:
     filled = graph.durations.copy(), graph.resource_sets.copy()
-    return shared._replace(
-        graph=graph._replace(durations=filled[0], resource_sets=filled[1]),
-        space=Workspace(*(array.copy() for array in space)),
+    return graph._replace(durations=filled[0], resource_sets=filled[1])
+
+
+def _own_space(space: Workspace) -> Workspace:
+    return Workspace(*(array.copy() for array in space))
+
+
+def _own_states(states: DeltaState) -> DeltaState:
+    return states._replace(
+        graph=_own_graph(states.graph),
+        space=_own_space(states.space),
+        **{name: getattr(states, name).copy() for name in _OF_STATES},
     )
 
 
-_OF_PLAYS = (
-    *("task", "rows", "latest", "held", "numbers", "free", "heap_ready", "heap_task"),
-    *("seen", "on_path", "changes", "books", "loads"),
-)
+_OF_STATES = ("tasks", "places", "changes", "windows", "book", "latest", "held", "known")
+_OF_PLAYS = ("seen", "on_path", "books", "loads", "new_loads")
 _OF_TENSORS = ("nbytes", "sums", "tops", "profiles", "undo")
 _OF_PIPELINE = ("bounds", "end", "because", "free", "holder", "now", "table", "proposed")
 _OF_CHAIN = ("changed", "before", "numbers")
@@ -76,21 +83,22 @@ _OF_CHAIN = ("changed", "before", "numbers")
 
 def begin_plays(plays: Plays, choice: Ints) -> None:
     """Play every block under `choice` from nothing, and index it."""
-    for k in range(plays.which.shape[0]):
+    for k in range(plays.which.size):
         low, high = plays.touch_starts[k, [0, -1]]
-        touches = plays.touches[low:high].T
-        where = touches[BASE] + choice[touches[FIRST]] * touches[STRIDE]
-        where += choice[touches[SECOND]] * touches[SECOND_STRIDE]
-        where[all_shut(touches[GATE], choice, *plays.gates)] = 0
+        touches = plays.touches[low:high]
+        where = touches["offset"] + choice[touches["first"]] * touches["stride"]
+        where += choice[touches["second"]] * touches["second_stride"]
+        where[all_shut(touches["gate"], choice, *plays.gates)] = 0
         state = state_of.py_func(plays, k)
         ns, sets = plays.pool_ns[where], plays.pool_sets[where]
-        state.task[touches[TASK], DURATION] = state.rows[DURATIONS, touches[TASK]] = ns
-        state.task[touches[TASK], SET] = state.rows[SETS, touches[TASK]] = sets
+        tasks = touches["task"]
+        state.tasks["duration"][tasks] = state.graph.durations[tasks] = ns
+        state.tasks["resources"][tasks] = state.graph.resource_sets[tasks] = sets
         for resource in range(NUM_RESOURCES):
-            held = state.rows[SETS] >> resource & 1
-            plays.loads[k, NOW, resource] = int((state.rows[DURATIONS] * held).sum())
-        plays.books[k] = 0
-        plays.books[k, NS] = play_changes(state)
+            held = state.graph.resource_sets >> resource & 1
+            plays.loads[k, resource] = int((state.graph.durations * held).sum())
+        plays.books[k] = records(1, BOOKS)[0]
+        plays.books[k].ns = play_changes(state)
 
 
 def shared_arrays(problem: Problem) -> Arrays:
@@ -144,37 +152,60 @@ def _plays(problem: Problem) -> Plays:
             _touches(block, last, kept, (pools[stage], gates[stage]), num_operators, sharing)
         )
     before = np.cumsum([0, *(rows.shape[0] for _, rows in touched)])[:-1]
-    num_tasks = [state.rows.shape[1] for state in states]
-    total, num_plays = sum(num_tasks), len(states)
+    total, num_plays = sum(state.places.size for state in states), len(states)
     return Plays(
         pool_ns=problem.blocks.pool_ns,
         pool_sets=problem.blocks.pool_mask,
-        which=problem.plays,
-        starts=np.searchsorted(problem.plays[:, 0], np.arange(problem.num_stages + 1)),
-        tasks=_starts(num_tasks),
-        words=_starts([state.latest.shape[1] for state in states]),
-        counts=_starts([state.numbers.size for state in states]),
-        link_starts=_starts([state.links.size for state in states]),
-        links=np.concatenate([state.links for state in states]),
+        which=_entries(tuple(problem.plays.T), PLAY),
+        stages=np.searchsorted(problem.plays[:, 0], np.arange(problem.num_stages + 1)),
+        starts=_state_starts(states),
+        states=_joined(states),
         touch_starts=np.stack(
             [starts + b for (starts, _), b in zip(touched, before, strict=True)]
         ),
         touches=np.concatenate([rows for _, rows in touched]),
         gates=sharing.arrays,
-        task=np.concatenate([state.task for state in states]),
-        rows=np.concatenate([state.rows.ravel() for state in states]),
-        latest=np.concatenate([state.latest.ravel() for state in states]),
-        held=np.concatenate([state.held.ravel() for state in states]),
-        numbers=np.concatenate([state.numbers for state in states]),
-        free=np.stack([state.free for state in states]),
-        heap_ready=np.zeros(total, dtype=np.int64),
-        heap_task=np.zeros(total, dtype=np.int64),
         seen=np.zeros(total, dtype=np.int64),
         on_path=np.zeros(total, dtype=np.int64),
-        changes=np.zeros((3, total), dtype=np.int64),
-        books=np.zeros((num_plays, NUM_BOOKS), dtype=np.int64),
-        loads=np.zeros((num_plays, 2, NUM_RESOURCES), dtype=np.int64),
+        changes=Changes(*(np.zeros(total, dtype=np.int64) for _ in Changes._fields)),
+        books=records(num_plays, BOOKS),
+        loads=np.zeros((num_plays, NUM_RESOURCES), dtype=np.int64),
+        new_loads=np.zeros((num_plays, NUM_RESOURCES), dtype=np.int64),
     )
+
+
+def _joined(states: Sequence[DeltaState]) -> DeltaState:
+    """Each array of the states one after the other, in one dimension."""
+
+    def joined(parts: Sequence[NamedTuple]) -> Iterator[Any]:
+        for each in zip(*parts, strict=True):
+            if isinstance(each[0], np.ndarray):
+                yield np.concatenate([array.ravel() for array in each]).view(type(each[0]))
+            else:
+                yield type(each[0])(*joined(each))
+
+    return DeltaState(*joined(states))
+
+
+def _state_starts(states: Sequence[DeltaState]) -> Records:
+    """Where each begins in what is joined."""
+    starts = records(len(states) + 1, STARTS)
+    starts["tasks"] = _starts([state.places.size for state in states])
+    starts["words"] = _starts([state.latest.shape[1] for state in states])
+    starts["levels"] = _starts([state.levels.size for state in states])
+    starts["edges"] = _starts([state.predecessors.size for state in states])
+    starts["sets"] = _starts([state.graph.set_offsets.size for state in states])
+    starts["members"] = _starts([state.graph.set_resources.size for state in states])
+    starts["rivals"] = _starts([state.graph.contention.size for state in states])
+    return starts
+
+
+def _entries(columns: Sequence[Ints], names: np.dtype[np.void]) -> Records:
+    """Records of some columns."""
+    found = records(len(columns[0]), names)
+    for name, column in zip(names.names or (), columns, strict=True):
+        found[name] = column
+    return found
 
 
 def _contracted(blocks: StageBlocks, block: Block, last: bool) -> tuple[TaskGraph, Ints]:
@@ -193,7 +224,7 @@ def _touches(
     begins: tuple[int, int],
     num_operators: int,
     sharing: Sharing,
-) -> tuple[Ints, Ints]:
+) -> tuple[Ints, Records]:
     """By operator, the tasks whose look-up it takes part in: where they begin, and columns.
 
     The pool and the gates of the stage begin at `begins` among those of all.
@@ -220,7 +251,7 @@ def _touches(
         gate[tasks],
     )
     starts = np.searchsorted(owners[order], np.arange(num_operators + 1))
-    return starts.astype(np.int64), np.stack(columns, axis=1).astype(np.int64)
+    return starts.astype(np.int64), _entries(columns, TOUCH)
 
 
 # -- memory -------------------------------------------------------------------------------------

@@ -11,7 +11,37 @@ Floats = npt.NDArray[np.float64]
 """Seconds, shares, weights."""
 Flags = npt.NDArray[np.bool_]
 """One yes or no each."""
+Records = npt.NDArray[np.void]
+"""Numbers that have names, entry by entry: ``records[3].position``, in kernels and outside."""
 Indices = npt.NDArray[np.int32]
 """Positions in other arrays, where they are many."""
 Words = npt.NDArray[np.uint64]
 """64 random or hashed bits each."""
+
+
+def record(*names: str) -> np.dtype[np.void]:
+    """Numbers of 64 bits by name.
+
+    Example:
+        >>> record("begin", "stop").names
+        ('begin', 'stop')
+
+    Raises:
+        ValueError: a name is that of something else that every entry has.
+    """
+    for name in names:
+        if hasattr(np.record, name):
+            raise ValueError(f"record: all entries have another {name!r}: choose another name")
+    return np.dtype([(name, np.int64) for name in names], align=True)
+
+
+def records(count: int, of: np.dtype[np.void]) -> Records:
+    """So many entries of zeros.
+
+    Example:
+        >>> windows = records(2, record("begin", "stop"))
+        >>> windows[1].stop = 7
+        >>> windows["stop"].tolist()
+        [0, 7]
+    """
+    return np.zeros(count, of).view(np.recarray)

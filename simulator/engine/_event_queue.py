@@ -148,19 +148,19 @@ def pass_through(space: Workspace, task: int, depth: int) -> None:
 
 
 @uncounted(forceinline=True, inner=True)
-def hold_resources(graph: TaskArrays, space: Workspace, task: int) -> int:
-    """Let a task that is ready hold its resources; return when it ends."""
-    time, held = space.ready[task], graph.resource_sets[task]
+def hold_resources(
+    graph: TaskArrays, free: Ints, held: int, duration: int, ready: int
+) -> tuple[int, int]:
+    """Let a task that is ready hold its set of resources; return when it starts and ends."""
+    start = ready
     for index in range(graph.set_offsets[held], graph.set_offsets[held + 1]):
-        time = max(time, space.free[graph.set_resources[index]])
-    space.start[task] = time
+        start = max(start, free[graph.set_resources[index]])
+    end = start + duration
     if graph.contention.size > 0:
-        time += lost_beside(graph.contention, space.free, held, time, graph.durations[task])
-    time += graph.durations[task]
-    space.end[task] = time
+        end += lost_beside(graph.contention, free, held, start, duration)
     for index in range(graph.set_offsets[held], graph.set_offsets[held + 1]):
-        space.free[graph.set_resources[index]] = time
-    return int(time)
+        free[graph.set_resources[index]] = end
+    return start, end
 
 
 @uncounted(cache=True)
@@ -190,7 +190,10 @@ def simulate_tasks(graph: TaskArrays, space: Workspace) -> int:
             task = space.heap_task[0]
             pop_task(space.heap_ready, space.heap_task, size)
             size -= 1
-            time = hold_resources(graph, space, task)
+            held, duration = graph.resource_sets[task], graph.durations[task]
+            start, time = hold_resources(graph, space.free, held, duration, space.ready[task])
+            space.start[task] = start
+            space.end[task] = time
             makespan = max(makespan, time)
         else:  # [2]
             depth -= 1

@@ -62,32 +62,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._delta_index import (
-    CONTENTION,
-    DURATION,
-    DURATIONS,
-    LEVELS,
-    LIMIT,
-    MAKESPAN,
-    NONE,
-    NUM_COLUMNS,
-    NUM_PREDECESSORS,
-    NUM_ROWS,
-    OFFSET_LINKS,
-    PENDING,
-    PLAYED_DURATION,
-    PLAYED_SET,
-    PREDECESSORS,
-    PROPOSED,
-    REPLAY_SHARE,
-    REPLAYED,
-    SET,
-    SET_LINKS,
-    SETS,
-    SUCCESSORS,
-    DeltaState,
-)
+from stratagem.simulator.base.arrays import Ints, records
 from stratagem.simulator.engine._delta_replay import (
     accept_changes,
     fill_times,
@@ -95,7 +70,18 @@ from stratagem.simulator.engine._delta_replay import (
     propose_changes,
     reject_changes,
 )
-from stratagem.simulator.engine.event_engine import Times
+from stratagem.simulator.engine._delta_state import (
+    BOOK,
+    CHANGE,
+    NONE,
+    PLACE,
+    REPLAY_SHARE,
+    TASK,
+    WINDOW,
+    DeltaState,
+)
+from stratagem.simulator.engine._event_queue import TaskArrays
+from stratagem.simulator.engine.event_engine import Times, allocate
 from stratagem.simulator.engine.task_graph import TaskGraph, check_total
 
 
@@ -131,12 +117,12 @@ class DeltaEngine:
     @property
     def makespan(self) -> int:
         """Makespan in ns of what was accepted last; of the graph at first."""
-        return int(self.state.numbers[MAKESPAN])
+        return int(self.state.book[0].makespan)
 
     @property
     def replayed(self) -> int:
         """How many tasks the last proposal had to play again."""
-        return int(self.state.numbers[REPLAYED])
+        return int(self.state.book[0].replayed)
 
     def propose(
         self,
@@ -197,19 +183,23 @@ class DeltaEngine:
 
     def times(self) -> Times:
         """Return the timeline of the pending proposal, or else of what was accepted last."""
-        num_tasks = self.state.rows.shape[1]
+        num_tasks = self.state.places.size
         ready, start, end = (np.empty(num_tasks, np.int64) for _ in range(3))
         fill_times(self.state, ready, start, end)
-        is_pending = self.state.numbers[PENDING] != NONE
-        makespan = self.state.numbers[PROPOSED if is_pending else MAKESPAN]
+        book = self.state.book[0]
+        makespan = book.proposed if self._is_pending else book.makespan
         return Times(ready, start, end, int(makespan))
 
+    @property
+    def _is_pending(self) -> bool:
+        return bool(self.state.book[0].pending != NONE)
+
     def _played(self, tasks: Ints) -> tuple[Ints, Ints]:
-        columns = self.state.task[tasks]
-        return columns[:, PLAYED_DURATION].copy(), columns[:, PLAYED_SET].copy()
+        played = self.state.tasks[tasks]
+        return played["played_duration"].copy(), played["played_resources"].copy()
 
     def _check_tasks(self, tasks: Ints) -> None:
-        num_tasks = self.state.rows.shape[1]
+        num_tasks = self.state.places.size
         wrong = tasks[(tasks < 0) | (tasks >= num_tasks)]
         if wrong.size:
             raise ValueError(f"there is no task {wrong[0]}: ids go from 0 to {num_tasks - 1}")
@@ -239,7 +229,7 @@ class DeltaEngine:
             )
 
     def _check_pending(self, verb: str) -> None:
-        if self.state.numbers[PENDING] == NONE:
+        if not self._is_pending:
             raise ValueError(f"there is nothing to {verb}: propose a change first")
 
 
@@ -247,42 +237,27 @@ def allocate_delta(graph: TaskGraph) -> DeltaState:
     """Allocate what it takes to replay parts of a graph; `play_changes` must fill it first."""
     num_tasks, num_resources = graph.num_tasks, graph.num_resources
     before = np.repeat(np.arange(num_tasks), np.diff(graph.successor_offsets))
-    predecessor_offsets = np.concatenate([[0], np.cumsum(graph.num_predecessors)])
-    num_edges, num_sets = graph.successors.size, graph.set_offsets.size
-    task = np.zeros((num_tasks + 1, NUM_COLUMNS), np.int64)
-    task[:-1, DURATION] = graph.durations
-    task[:-1, SET] = graph.resource_sets
-    task[:, SUCCESSORS] = graph.successor_offsets
-    task[:, PREDECESSORS] = predecessor_offsets + num_edges
-    rows = np.zeros((NUM_ROWS, num_tasks), np.int64)
-    rows[DURATIONS] = graph.durations
-    rows[SETS] = graph.resource_sets
-    rows[NUM_PREDECESSORS] = graph.num_predecessors
-    links = [
-        graph.successors,
-        before[np.argsort(graph.successors, kind="stable")],
-        graph.set_offsets + 2 * num_edges + num_sets,
-        graph.set_resources,
-        graph.successor_offsets,
-        graph.contention,
-    ]
+    tasks = records(num_tasks + 1, TASK)
+    tasks["duration"][:-1] = graph.durations
+    tasks["resources"][:-1] = graph.resource_sets
+    tasks["successors"] = graph.successor_offsets
+    tasks["predecessors"][1:] = np.cumsum(graph.num_predecessors)
+    book = records(1, BOOK)
+    book[0].limit = max(num_tasks // REPLAY_SHARE, 1)
     levels = _levels(num_tasks)
-    numbers = np.zeros(LEVELS + len(levels) - 1, np.int64)
-    numbers[LIMIT] = max(num_tasks // REPLAY_SHARE, 1)
-    numbers[SET_LINKS] = 2 * num_edges
-    numbers[OFFSET_LINKS] = sum(part.size for part in links[:-2])
-    numbers[CONTENTION] = sum(part.size for part in links[:-1])
-    numbers[LEVELS:] = levels[:-1]
     return DeltaState(
-        task=task,
-        rows=rows,
+        graph=TaskArrays(*(each.copy() for each in graph.arrays())),
+        space=allocate(graph),
+        tasks=tasks,
+        places=records(num_tasks, PLACE),
+        changes=records(num_tasks, CHANGE),
+        windows=records(num_tasks, WINDOW),
+        book=book,
+        predecessors=before[np.argsort(graph.successors, kind="stable")],
         latest=np.zeros((2, levels[-1]), np.int64),
         held=np.zeros((num_resources, levels[-1]), np.int64),
-        numbers=numbers,
-        links=np.concatenate(links),
-        free=np.zeros((2, num_resources), np.int64),
-        heap_ready=np.zeros(num_tasks, np.int64),
-        heap_task=np.zeros(num_tasks, np.int64),
+        levels=np.array(levels[:-1]),
+        known=np.zeros(num_resources, np.int64),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,20 @@ DEPTH_STEP = 32
 """A tile's loop advances along the reduction by so much."""
 
 
+class DeviceRates(NamedTuple):
+    """What a device does at most.
+
+    Attributes:
+        units: processors.
+        flops: a second, of all of them.
+        nbytes: a second, from and to its memory.
+    """
+
+    units: float
+    flops: float
+    nbytes: float
+
+
 @kernel(cache=True)
 def product_seconds(
     rows: float,
@@ -28,14 +43,13 @@ def product_seconds(
     depth: float,
     batch: float,
     data_bytes: float,
-    units: float,
-    flop_rate: float,
-    byte_rate: float,
+    rates: DeviceRates,
     constants: Floats,
 ) -> float:
     """Seconds of `batch` products of (rows × depth) by (depth × columns).
 
-    With tiles of r × c on `units` processors of F / units FLOP/s, split s ways along the depth:
+    With tiles of r × c on `units` processors of F FLOP/s together, memory of B bytes/s, and
+    a product split s ways along the depth:
 
         w = ⌈rows/r⌉ · ⌈columns/c⌉ · batch · s / units                                    (waves)
         W = q · ⌈w⌉ + (1 − q) · max(w, 1)
@@ -46,6 +60,7 @@ def product_seconds(
     `constants` are e, reuse, prologue, q, m, p, split_traffic, split, launch (see
     `ProductConstants`).
     """
+    units, flop_rate, byte_rate = rates
     efficiency, reuse, prologue = constants[0], constants[1], constants[2]
     quantisation, sharpness = constants[3], constants[5]
     memory_rate = byte_rate * constants[4]

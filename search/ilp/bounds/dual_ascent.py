@@ -193,28 +193,28 @@ class Ascent:
     def _passes(self, count: int) -> float:
         begun = time.perf_counter()
         self._price()
-        ascend(count, self.flat.starts, self.costs, *self.flat.graph, self.messages, self.theta)
+        ascend(count, self.flat.starts, self.costs, self.flat.edges, self.messages, self.theta)
         self.pass_seconds = (time.perf_counter() - begun) / count
         return self._bound()
 
     def _price(self) -> None:
         priced_costs(
-            self.flat.starts, self.flat.costs, *self.windows.arrays, self.prices, self.costs
+            self.flat.starts, self.flat.costs, self.windows.arrays, self.prices, self.costs
         )
 
     def _bound(self) -> float:
         self._price()
         least = dual_bound(
-            self.flat.starts, self.costs, *self.flat.graph, self.messages, self.theta
+            self.flat.starts, self.costs, self.flat.edges, self.messages, self.theta
         )
         return float(least - self.prices @ self.limits + self.problem.constant)
 
     def _slope(self) -> Floats:
         """How the bound changes with the prices: bytes over the limits in a choice that fits θ."""
         flat = self.flat
-        consistent_choice(flat.starts, self.theta, *flat.graph, self.messages, self.choice)
+        consistent_choice(flat.starts, self.theta, flat.edges, self.messages, self.choice)
         used = np.empty(len(self.limits))
-        bytes_held(self.choice, *self.windows.arrays, used)
+        bytes_held(self.choice, self.windows.arrays, used)
         return used - self.limits
 
     def all_prices(self) -> Floats:

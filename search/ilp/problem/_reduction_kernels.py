@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
@@ -13,22 +15,68 @@ NEIGHBOURS = 4
 """Rows kept on either side that a row is compared with."""
 
 
+class WindowArrays(NamedTuple):
+    """Bytes that nodes hold, row by row of memory.
+
+    Attributes:
+        first: [N], the first row in which a node holds any.
+        width: [N], rows from there on.
+        start: [N], where its bytes begin in `pool`, strategy by strategy.
+        num_strategies: [N].
+        pool: bytes.
+    """
+
+    first: Ints
+    width: Ints
+    start: Ints
+    num_strategies: Ints
+    pool: Ints
+
+
+class EdgeArrays(NamedTuple):
+    """Directed edges, a problem's tables of pairs, and places of messages; see `FlatInstance`."""
+
+    adjacency: Ints
+    neighbours: Ints
+    reverse: Ints
+    tables: Ints
+    pool: Floats
+    places: Ints
+
+
 @kernel(cache=True)
-def implied_rows(
-    limits: Ints,
-    excess: Ints,
-    first: Ints,
-    width: Ints,
-    start: Ints,
-    num_strategies: Ints,
-    pool: Ints,
-) -> Flags:
+def implied_rows(limits: Ints, excess: Ints, windows: WindowArrays) -> Flags:
     """Which rows another one implies.
 
     Row r is implied by s if Σ over nodes of max over k of (u_r[k] − u_s[k]) ≤ limit_r − limit_s.
     Rows are taken by `excess`, largest first, and compared with the nearest that were kept.
     """
     num_rows = len(limits)
+    offsets, nodes = nodes_by_row(num_rows, windows)
+    kept = np.zeros(num_rows, np.bool_)
+    for row in np.argsort(-excess, kind="mergesort"):
+        inside = nodes[offsets[row] : offsets[row + 1]]
+        implied = False
+        for direction in (-1, 1):
+            seen = 0
+            other = row + direction
+            while 0 <= other < num_rows and seen < NEIGHBOURS and not implied:
+                if kept[other]:
+                    seen += 1
+                    # A node of the other row alone adds nothing: it holds nothing at its least.
+                    left = limits[row] - limits[other] - most_above(row, other, inside, windows)
+                    implied = left >= 0
+                other += direction
+            if implied:
+                break
+        kept[row] = not implied
+    return ~kept
+
+
+@kernel(inner=True)
+def nodes_by_row(num_rows: int, windows: WindowArrays) -> tuple[Ints, Ints]:
+    """Where the nodes of each row begin in a list, and the list."""
+    first, width = windows.first, windows.width
     counts = np.zeros(num_rows + 1, np.int64)
     for node in range(len(first)):
         for row in range(first[node], first[node] + width[node]):
@@ -40,32 +88,24 @@ def implied_rows(
         for row in range(first[node], first[node] + width[node]):
             nodes[fill[row]] = node
             fill[row] += 1
-    kept = np.zeros(num_rows, np.bool_)
-    for row in np.argsort(-excess, kind="mergesort"):
-        implied = False
-        for direction in (-1, 1):
-            seen = 0
-            other = row + direction
-            while 0 <= other < num_rows and seen < NEIGHBOURS and not implied:
-                if kept[other]:
-                    seen += 1
-                    left = limits[row] - limits[other]
-                    for where in range(offsets[row], offsets[row + 1]):
-                        node = nodes[where]
-                        inside = first[node] <= other < first[node] + width[node]
-                        most = np.int64(-(2**62))
-                        for k in range(num_strategies[node]):
-                            line = start[node] + k * width[node] - first[node]
-                            more = pool[line + row] - (pool[line + other] if inside else 0)
-                            most = max(most, more)
-                        left -= most
-                    # A node of the other row alone adds nothing: it holds nothing at its least.
-                    implied = left >= 0
-                other += direction
-            if implied:
-                break
-        kept[row] = not implied
-    return ~kept
+    return offsets, nodes
+
+
+@kernel(inner=True)
+def most_above(row: int, other: int, nodes: Ints, windows: WindowArrays) -> int:
+    """How many bytes more than another row a row can hold, over its nodes."""
+    first, width, start, num_strategies, pool = windows
+    total = 0
+    for where in range(len(nodes)):
+        node = nodes[where]
+        inside = first[node] <= other < first[node] + width[node]
+        most = np.int64(-(2**62))
+        for k in range(num_strategies[node]):
+            line = start[node] + k * width[node] - first[node]
+            more = pool[line + row] - (pool[line + other] if inside else 0)
+            most = max(most, more)
+        total += int(most)
+    return total
 
 
 @kernel(cache=True)
@@ -132,12 +172,7 @@ def ascend(
     passes: int,
     starts: Ints,
     costs: Floats,
-    adjacency: Ints,
-    neighbours: Ints,
-    reverse: Ints,
-    tables: Ints,
-    pool: Floats,
-    places: Ints,
+    edges: EdgeArrays,
     messages: Floats,
     theta: Floats,
 ) -> None:
@@ -145,9 +180,9 @@ def ascend(
 
     A node takes from the edges to nodes before it all that they can give,
     m_ij(k) = min over l of c_ij(k, l) − m_ji(l), and gives the edges to nodes after it equal
-    shares of what it then has. `places[e]` is where the message of edge e to its node starts,
-    `reverse[e]` the same edge seen from its other node. `messages` and `theta` are changed.
+    shares of what it then has. `messages` and `theta` are changed.
     """
+    adjacency, neighbours, reverse, tables, pool, places = edges
     num_nodes = len(starts) - 1
     for step in range(2 * passes):
         forward = step % 2 == 0
@@ -185,16 +220,12 @@ def ascend(
 def dual_bound(
     starts: Ints,
     costs: Floats,
-    adjacency: Ints,
-    neighbours: Ints,
-    reverse: Ints,
-    tables: Ints,
-    pool: Floats,
-    places: Ints,
+    edges: EdgeArrays,
     messages: Floats,
     theta: Floats,
 ) -> float:
     """Σ min θ_i + Σ min θ_ij under some messages; `theta` is filled with the θ_i."""
+    adjacency, neighbours, reverse, tables, pool, places = edges
     total = 0.0
     for node in range(len(starts) - 1):
         lo, hi = starts[node], starts[node + 1]
@@ -222,15 +253,12 @@ def dual_bound(
 def priced_costs(
     starts: Ints,
     costs: Floats,
-    first: Ints,
-    width: Ints,
-    window: Ints,
-    num_strategies: Ints,
-    nbytes: Ints,
+    windows: WindowArrays,
     prices: Floats,
     priced: Floats,
 ) -> None:
     """Fill `priced` with the costs of strategies and the price of what they hold."""
+    first, width, window, _, nbytes = windows
     for node in range(len(starts) - 1):
         for k in range(starts[node + 1] - starts[node]):
             total = costs[starts[node] + k]
@@ -243,14 +271,11 @@ def priced_costs(
 @kernel(cache=True)
 def bytes_held(
     choice: Ints,
-    first: Ints,
-    width: Ints,
-    window: Ints,
-    num_strategies: Ints,
-    nbytes: Ints,
+    windows: WindowArrays,
     used: Floats,
 ) -> None:
     """Fill `used` with the bytes of each row under a choice."""
+    first, width, window, _, nbytes = windows
     used[:] = 0
     for node in range(len(choice)):
         line = window[node] + choice[node] * width[node]
@@ -262,12 +287,7 @@ def bytes_held(
 def consistent_choice(
     starts: Ints,
     theta: Floats,
-    adjacency: Ints,
-    neighbours: Ints,
-    reverse: Ints,
-    tables: Ints,
-    pool: Floats,
-    places: Ints,
+    edges: EdgeArrays,
     messages: Floats,
     choice: Ints,
 ) -> None:
@@ -276,6 +296,7 @@ def consistent_choice(
     Where the messages are as good as they get and one choice attains all minima, this finds it,
     where the least θ_i of each node by itself are a mixture of all that do (Kolmogorov 2006).
     """
+    adjacency, neighbours, _, tables, pool, places = edges
     for node in range(len(starts) - 1):
         lo, hi = starts[node], starts[node + 1]
         least = np.inf

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from stratagem.searcher.ilp.problem._reduction_kernels import EdgeArrays
 from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.simulator.base.arrays import Floats, Ints
 
@@ -96,9 +97,9 @@ class FlatInstance:
         return [(self.nodes[i], self.nodes[j]) for i, j in zip(sources, targets, strict=True)]
 
     @cached_property
-    def graph(self) -> tuple[Ints, Ints, Ints, Ints, Floats, Ints]:
-        """What the kernels of duality take after the costs."""
-        return (
+    def edges(self) -> EdgeArrays:
+        """The directed edges as kernels read them."""
+        return EdgeArrays(
             self.adjacency,
             self.neighbours,
             self.reverse,

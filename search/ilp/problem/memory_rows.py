@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stratagem.searcher.ilp.problem._reduction_kernels import implied_rows
+from stratagem.searcher.ilp.problem._reduction_kernels import WindowArrays, implied_rows
 from stratagem.searcher.ilp.problem.instance import Instance, MemoryUse, limits
 from stratagem.simulator.base.arrays import Floats, Ints
 
@@ -162,7 +162,7 @@ class MemoryRows:
         if self.num_rows < 2:
             return
         flat = FlatWindows.of(self.windows)
-        self.take_rows(~implied_rows(self.limits, most - self.limits, *flat.arrays))
+        self.take_rows(~implied_rows(self.limits, most - self.limits, flat.arrays))
 
 
 def _trimmed(window: MemoryWindow) -> MemoryWindow:
@@ -216,9 +216,9 @@ class FlatWindows:
         )
 
     @property
-    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """All of them, in the order in which kernels take them."""
-        return self.first, self.width, self.start, self.num_strategies, self.pool
+    def arrays(self) -> WindowArrays:
+        """All of them, as kernels read them."""
+        return WindowArrays(self.first, self.width, self.start, self.num_strategies, self.pool)
 
     @property
     def held(self) -> tuple[Ints, Ints, Ints, Ints]:

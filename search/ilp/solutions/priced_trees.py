@@ -89,7 +89,7 @@ class PricedSearch:
         flat = self.flat
         program = PricedProgram(
             costs=flat.costs,
-            graph=(flat.starts, *flat.graph[:-1]),
+            graph=(flat.starts, *flat.edges[:-1]),
             spans=self.spans.arrays,
             limits=self.memory.limits,
             least_prices=self.least,

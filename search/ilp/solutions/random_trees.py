@@ -86,7 +86,7 @@ class TreeSearch:
         flat = self.flat
         program = HeldProgram(
             costs=flat.costs,
-            graph=(flat.starts, *flat.graph[:-1]),
+            graph=(flat.starts, *flat.edges[:-1]),
             held=self.windows.held,
             limits=self.limits,
             least_weights=self.least_weights,

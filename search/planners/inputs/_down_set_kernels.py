@@ -1,6 +1,6 @@
 """Kernels over the down-sets of a graph: enumeration, pairs, and partition into stages.
 
-Sets are rows of 64-bit words. None of these kernels calls another one, so each is cached.
+Sets are rows of 64-bit words.
 """
 
 from __future__ import annotations
@@ -31,82 +31,95 @@ def enumerate_sets(
         ``starts[i]:starts[i + 1]``, each to a set and by a node.
     """
     num_nodes, num_words = predecessors.shape
-    capacity = 1024
-    sets = np.zeros((capacity, num_words), np.uint64)
-    starts = np.zeros(capacity + 1, np.int32)
+    sets, grown = np.zeros((1024, num_words), np.uint64), np.zeros(num_words, np.uint64)
+    starts = np.zeros(len(sets) + 1, np.int32)
     targets, nodes = np.empty(4096, np.int32), np.empty(4096, np.int32)
     buckets = np.full(4096, -1, np.int32)
-    grown = np.zeros(num_words, np.uint64)
     count, links, current = 1, 0, 0
     # The empty set is found by nobody, so it need not be in the table.
     while current < count:
         for node in range(num_nodes):
-            word, bit = node >> 6, ONE << np.uint64(node & 63)
-            if sets[current, word] & bit:
+            if not may_grow(sets[current], node, predecessors[node]):
                 continue
-            ready = True
-            for w in range(num_words):
-                if predecessors[node, w] & ~sets[current, w]:
-                    ready = False
-                    break
-            if not ready:
-                continue
-            key = np.uint64(0)
-            for w in range(num_words):
-                grown[w] = sets[current, w] | (bit if w == word else np.uint64(0))
-                key = (key ^ grown[w]) * _MIX
-                key ^= key >> np.uint64(29)
-            place = np.int64(key & np.uint64(len(buckets) - 1))
-            found = -1
-            while buckets[place] >= 0:
-                other = buckets[place]
-                same = True
-                for w in range(num_words):
-                    if sets[other, w] != grown[w]:
-                        same = False
-                        break
-                if same:
-                    found = other
-                    break
-                place = (place + 1) & (len(buckets) - 1)
+            grown[:] = sets[current]
+            grown[node >> 6] |= ONE << np.uint64(node & 63)
+            place = bucket_of(grown, sets, buckets)
+            found = buckets[place]
             if found < 0:
                 if count == limit:
                     return -1, sets[:count], starts[:1], targets[:0], nodes[:0]
-                if count == capacity:
-                    capacity *= 2
-                    more_sets = np.zeros((capacity, num_words), np.uint64)
-                    more_sets[:count] = sets
-                    sets = more_sets
-                    more_starts = np.zeros(capacity + 1, np.int32)
-                    more_starts[: current + 1] = starts[: current + 1]
-                    starts = more_starts
+                if count == len(sets):
+                    sets, starts = longer_rows(sets), longer(starts)
                 found = count
                 sets[count] = grown
                 buckets[place] = count
                 count += 1
                 if 2 * count > len(buckets):
-                    buckets = np.full(2 * len(buckets), -1, np.int32)
-                    for other in range(1, count):
-                        key = np.uint64(0)
-                        for w in range(num_words):
-                            key = (key ^ sets[other, w]) * _MIX
-                            key ^= key >> np.uint64(29)
-                        place = np.int64(key & np.uint64(len(buckets) - 1))
-                        while buckets[place] >= 0:
-                            place = (place + 1) & (len(buckets) - 1)
-                        buckets[place] = other
+                    buckets = more_buckets(sets[:count], 2 * len(buckets))
             if links == len(targets):
-                more_targets = np.empty(2 * links, np.int32)
-                more_targets[:links] = targets
-                targets = more_targets
-                more_nodes = np.empty(2 * links, np.int32)
-                more_nodes[:links] = nodes
-                nodes = more_nodes
+                targets, nodes = longer(targets), longer(nodes)
             targets[links], nodes[links] = found, node
             links += 1
         current += 1
         starts[current] = links
     return count, sets[:count], starts[: count + 1], targets[:links], nodes[:links]
+
+
+@kernel(inner=True)
+def may_grow(words: Words, node: int, predecessors: Words) -> bool:
+    """Whether a set has all predecessors of a node, but not the node."""
+    if words[node >> 6] & (ONE << np.uint64(node & 63)):
+        return False
+    w = 0
+    while w < len(words) and not predecessors[w] & ~words[w]:
+        w += 1
+    return w == len(words)
+
+
+@kernel(inner=True)
+def bucket_of(words: Words, sets: Words, buckets: Indices) -> int:
+    """The place of a set in a hash table with open addressing, or where it would be put."""
+    key = np.uint64(0)
+    for w in range(len(words)):
+        key = (key ^ words[w]) * _MIX
+        key ^= key >> np.uint64(29)
+    place = np.int64(key & np.uint64(len(buckets) - 1))
+    while buckets[place] >= 0:
+        other = buckets[place]
+        same = True
+        for w in range(len(words)):
+            if sets[other, w] != words[w]:
+                same = False
+                break
+        if same:
+            break
+        place = (place + 1) & (len(buckets) - 1)
+    return int(place)
+
+
+@kernel(inner=True)
+def more_buckets(sets: Words, size: int) -> Indices:
+    """A hash table of so many places for all sets but the first."""
+    buckets = np.full(size, -1, np.int32)
+    for number in range(1, len(sets)):
+        buckets[bucket_of(sets[number], sets, buckets)] = number
+    return buckets
+
+
+@kernel(inner=True)
+def longer(values: Indices) -> Indices:
+    """The same numbers with room for twice as many."""
+    more = np.zeros(2 * len(values), np.int32)
+    more[: len(values)] = values
+    return more
+
+
+@kernel(inner=True)
+def longer_rows(sets: Words) -> Words:
+    """The same sets with room for twice as many."""
+    more = np.zeros((2 * len(sets), sets.shape[1]), np.uint64)
+    more[: len(sets)] = sets
+    return more
 
 
 class SetOrder(NamedTuple):

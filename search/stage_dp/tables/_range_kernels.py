@@ -257,6 +257,25 @@ def _tied(ties: Ints, a: int, end: int) -> tuple[int, int]:
     return saved, sent
 
 
+@uncounted(inner=True)
+def _note(
+    costs: Ints,
+    first: int,
+    last: int,
+    seconds: tuple[int, int, int],
+    nbytes: tuple[int, int, int],
+    tied: int,
+) -> None:
+    """Fill in a range: its backward pass, in a microbatch before the last and in that; bytes."""
+    costs[STAGE_BACKWARD, first, last] = seconds[0]
+    costs[STAGE_WEIGHT, first, last] = seconds[1]
+    costs[STAGE_LAST, first, last] = seconds[2]
+    costs[STAGE_STATE, first, last] = nbytes[0]
+    costs[STAGE_HELD, first, last] = nbytes[1]
+    costs[STAGE_PEAK, first, last] = nbytes[2]
+    costs[STAGE_TIED, first, last] = tied
+
+
 @kernel(cache=True)
 def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> None:
     """Fill ``costs[:, a, b]`` with what the operators from cut a to cut b cost as one stage.
@@ -319,13 +338,8 @@ def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> 
             end_of_last = max(final[0], _link_end(final)) + columns[a, UPDATE]
             finish = max(busy + update, end_of_last, backward)
             tied, sent = _tied(priced.ties, a, end)
-            costs[STAGE_BACKWARD, first, last] = backward
-            costs[STAGE_WEIGHT, first, last] = min(weight, backward)
-            costs[STAGE_LAST, first, last] = finish - backward
-            costs[STAGE_STATE, first, last] = state - tied
-            costs[STAGE_HELD, first, last] = held
             again = costs[STAGE_FORWARD, first, last] + backward - gathered
             left = _peak_with_leftovers(columns, a, end, held, again, sum_ends, whole_bytes, queue)
-            costs[STAGE_PEAK, first, last] = max(peak, left)
-            costs[STAGE_TIED, first, last] = sent
+            seconds = (backward, min(weight, backward), finish - backward)
+            _note(costs, first, last, seconds, (state - tied, held, max(peak, left)), sent)
             first = 0 if whole else first - 1

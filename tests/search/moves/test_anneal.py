@@ -30,7 +30,6 @@ from stratagem.searcher.space.skeletons import Options, Skeleton, skeletons
 from stratagem.searcher.space.strategies import data_parallel
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.compiling import uncounted
-from stratagem.simulator.engine import _delta_index
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt, llama, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -314,13 +313,14 @@ def test_orders_and_bounds_hold_for_any_durations(name: str) -> None:
 def path_of(plays: _block_replays.Plays, k: int) -> tuple[int, int]:
     """ns of the path that is noted of a block, which must be one; and of the longest there is."""
     state = _block_replays.state_of.py_func(plays, k)
-    task, links = state.task, state.links.tolist()
-    ns = task[:-1, _delta_index.PLAYED_DURATION].tolist()
-    starts = task[:, _delta_index.PREDECESSORS].tolist()
-    noted = set(np.flatnonzero(plays.on_path[plays.tasks[k] : plays.tasks[k + 1]]).tolist())
+    links = state.predecessors.tolist()
+    ns = state.tasks["played_duration"][:-1].tolist()
+    starts = state.tasks["predecessors"].tolist()
+    first, last = plays.starts["tasks"][[k, k + 1]]
+    noted = set(np.flatnonzero(plays.on_path[first:last]).tolist())
     ends: dict[int, int] = {}
     path: list[int] = []
-    for each in state.rows[_delta_index.ORDER].tolist():
+    for each in state.places["task"].tolist():
         before = links[starts[each] : starts[each + 1]]
         ends[each] = ns[each] + max((ends[task] for task in before), default=0)
         if each in noted:
@@ -337,7 +337,7 @@ def least_and_played(
     """The bound of a block under a change that is taken back, and its ns; −1 if none of it is."""
     least = _block_replays.gather_changes(plays, k, choice, changed, changed.size, proposal)
     ns = -1
-    if plays.books[k, _block_replays.FOUND]:
+    if plays.books[k].found:
         ns = _block_replays.play_changes_of(plays, k, changed.size)
         _block_replays.settle_play(plays, k, False)
     return least, ns
@@ -348,13 +348,13 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
     p = CASES[name].problem()
     chain = AnnealingChain(p, random_choice(p, 3), 2000, 0)
     plays, stage_of = chain._arrays.plays, chain._arrays.moves.stage_of
-    for k in range(plays.which.shape[0]):
+    for k in range(plays.which.size):
         noted, longest = path_of(plays, k)
-        assert plays.books[k, _block_replays.PATH] == noted == longest
+        assert plays.books["path"][k] == noted == longest
     chain._course[:, 2:4] = 0.1
     chain.advance(2000)
-    for k in range(plays.which.shape[0]):
-        assert plays.books[k, _block_replays.PATH] == path_of(plays, k)[0]
+    for k in range(plays.which.size):
+        assert plays.books["path"][k] == path_of(plays, k)[0]
     rng = np.random.default_rng(0)
     tight = 0
     for proposal in range(10_000, 10_200):
@@ -362,7 +362,7 @@ def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
         changed = rng.permutation(np.flatnonzero(stage_of == stage))[: rng.integers(1, 4)]
         choice = chain.choice.copy()
         choice[changed] = random_choice(p, proposal)[changed]
-        for k in range(plays.starts[stage], plays.starts[stage + 1]):
+        for k in range(plays.stages[stage], plays.stages[stage + 1]):
             least, ns = least_and_played(plays, k, choice, changed, proposal)
             if ns >= 0:
                 assert least <= ns

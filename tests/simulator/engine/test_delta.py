@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stratagem.searcher.space.skeletons import operator_choices
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._delta_index import DRIFT, LIMIT, MAX_DRIFT, WINDOWS
+from stratagem.simulator.engine._delta_state import MAX_DRIFT
 from stratagem.simulator.engine.delta_engine import DeltaEngine
 from stratagem.simulator.engine.event_engine import Times, simulate
 from stratagem.simulator.engine.reference_engines import simulate_plain, simulate_simpy
@@ -63,7 +63,7 @@ class Twin:
             self.graph, durations=new_durations, resource_sets=new_sets
         )
         if self.patient:  # else it gives up after a quarter of the graph
-            self.engine.state.numbers[LIMIT] = 2 * self.graph.num_tasks
+            self.engine.state.book[0].limit = 2 * self.graph.num_tasks
         before = self.engine.makespan
         expected = simulate(self.proposed)
         assert self.engine.propose(tasks, durations, sets) == expected.makespan
@@ -214,7 +214,7 @@ def replay_in_windows(slowdown: int) -> None:
     for _ in range(300):
         changed = rng.choice(num_tasks, 4, replace=False)
         twin.propose(changed, rng.integers(1, 50, 4), graph.resource_sets[changed])
-        windows.append(int(twin.engine.state.numbers[WINDOWS]))
+        windows.append(int(twin.engine.state.book[0].num_windows))
         replayed.append(twin.engine.replayed)
         if rng.random() < 0.8:
             twin.accept()
@@ -404,7 +404,7 @@ def test_shifts_that_add_up_are_written_out():
     for k in range(30):
         twin.propose([k % 3], [2**59 if k % 2 else 7], [1])
         twin.accept()
-        most = max(most, int(twin.engine.state.numbers[DRIFT]))
+        most = max(most, int(twin.engine.state.book[0].drift))
     assert 0 < most <= MAX_DRIFT
 
 

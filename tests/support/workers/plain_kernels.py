@@ -40,6 +40,10 @@ class FrontArray(np.ndarray[Any, Any]):
         super().__setitem__(index, value)
 
 
+class FrontRecords(FrontArray, np.recarray[Any, Any]):
+    """The same of records."""
+
+
 def refuse_negative(index: Any) -> None:
     """An `IndexError` for whole numbers below zero."""
     for each in index if isinstance(index, tuple) else (index,):
@@ -50,7 +54,7 @@ def refuse_negative(index: Any) -> None:
 def checked(value: Any) -> Any:
     """A value, or tuples of them, with the same memory in arrays that check."""
     if isinstance(value, np.ndarray):
-        return value.view(FrontArray)
+        return value.view(FrontRecords if value.dtype.names else FrontArray)
     if isinstance(value, tuple):
         parts = map(checked, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
