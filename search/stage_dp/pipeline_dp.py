@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
 from stratagem.searcher.stage_dp.tables.stage_tables import StageTable, Ways
-from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints, Records, records
 
 LABELS = 1 << 14
 """Labels for which there is room at first; it grows."""
@@ -27,14 +27,14 @@ class Objective(NamedTuple):
 class StageDraft:
     """A stage of a drafted plan: cuts, devices, what it does and what it costs.
 
-    `costs` are [NUM_COSTS], see `_range_kernels.range_costs`.
+    `costs` are those of a stage, see `_range_kernels.range_costs`.
     """
 
     first: int
     last: int
     devices: range
     ways: Ways
-    costs: Ints
+    costs: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class _DpSearch:
     """The arrays of one dynamic program."""
 
     devices: Devices
-    options: Ints
+    options: Records
     counts: Ints
     need: Ints
     weights: Floats
@@ -161,17 +161,17 @@ class _DpSearch:
             number, first = divmod(rest, num_cuts)
             table = self.devices.tables[number]
             devices = range(begin, begin + table.num_devices)
-            ways = table.ways[int(table.options[first, last, r, 3])]
+            ways = table.ways[int(table.options[first, last, r].variant)]
             costs = table.costs[first, last, r]
             stages.append(StageDraft(first, last, devices, ways, costs))
             begin, label = devices.stop, int(links[label, 1])
         return tuple(stages)
 
 
-def _stacked(tables: Sequence[StageTable]) -> tuple[Ints, Ints]:
+def _stacked(tables: Sequence[StageTable]) -> tuple[Records, Ints]:
     rows = max(table.options.shape[2] for table in tables)
     size = tables[0].counts.shape[0]
-    options = np.zeros((len(tables), size, size, rows, kernels.NUM_OPTION), dtype=np.int64)
+    options = records((len(tables), size, size, rows), kernels.OPTION)
     for k, table in enumerate(tables):
         options[k, :, :, : table.options.shape[2]] = table.options
     return options, np.stack([table.counts for table in tables])

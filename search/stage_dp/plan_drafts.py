@@ -18,7 +18,6 @@ from stratagem.searcher.stage_dp.closed_form_times import (
     step_ns,
 )
 from stratagem.searcher.stage_dp.pipeline_dp import PipelineSolution, StageDraft
-from stratagem.searcher.stage_dp.tables import _range_kernels as kernels
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.operator_profiles import (
     BoundaryPricer,
@@ -124,16 +123,9 @@ class Drafter:
                 ends = self._builder(meshes[s]), self._builder(meshes[s + 1])
                 choices = stage.ways.variant.choices, stages[s + 1].ways.variant.choices
                 ahead, back = self._boundaries.cut(stage.last, ends, choices)
-            forward, backward, weight, last = (
-                float(stage.costs[k])
-                for k in (
-                    kernels.STAGE_FORWARD,
-                    kernels.STAGE_BACKWARD,
-                    kernels.STAGE_WEIGHT,
-                    kernels.STAGE_LAST,
-                )
-            )
-            found.append(ClosedFormTimes(forward, backward, weight, last, ahead, back))
+            costs = stage.costs
+            passes = float(costs.forward), float(costs.backward), float(costs.weight)
+            found.append(ClosedFormTimes(*passes, float(costs.last), ahead, back))
         return found
 
     def _tied_ns(self, stages: Sequence[StageDraft], meshes: Sequence[DeviceMesh]) -> int:
@@ -152,11 +144,7 @@ class Drafter:
         copies = mode_of(schedule, len(stages)).copies
         flights = microbatches_held(schedule, len(stages), self.num_microbatches)[::-1]
         return tuple(
-            int(
-                copies * stage.costs[kernels.STAGE_STATE]
-                + stage.costs[kernels.STAGE_PEAK]
-                + (flight - 1) * stage.costs[kernels.STAGE_HELD]
-            )
+            int(copies * stage.costs.state + stage.costs.peak + (flight - 1) * stage.costs.held)
             for stage, flight in zip(stages, flights, strict=True)
         )
 

@@ -35,8 +35,8 @@ def record(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names], align=True)
 
 
-def records(count: int, of: np.dtype[np.void]) -> Records:
-    """So many entries of zeros.
+def records(shape: int | tuple[int, ...], of: np.dtype[np.void]) -> Records:
+    """Entries of zeros.
 
     Example:
         >>> windows = records(2, record("begin", "stop"))
@@ -44,4 +44,4 @@ def records(count: int, of: np.dtype[np.void]) -> Records:
         >>> windows["stop"].tolist()
         [0, 7]
     """
-    return np.zeros(count, of).view(np.recarray)
+    return np.zeros(shape, of).view(np.recarray)

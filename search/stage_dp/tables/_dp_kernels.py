@@ -10,22 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.searcher.stage_dp.tables._range_kernels import (
-    NUM_COSTS,
-    STAGE_BACKWARD,
-    STAGE_FORWARD,
-    STAGE_HELD,
-    STAGE_LAST,
-    STAGE_PEAK,
-    STAGE_STATE,
-    STAGE_TIED,
-    STAGE_WEIGHT,
-)
-from stratagem.simulator.base.arrays import Floats, Ints
+from stratagem.simulator.base.arrays import Floats, Ints, Records, record
 from stratagem.simulator.base.compiling import kernel, uncounted
 
-NUM_OPTION = 4
-"""Columns of an option of a stage: sum, period, microbatches in flight, variant."""
+OPTION = record("total", "period", "flight", "variant")
+"""An option of a stage: what it adds to the sum of a step, what to its slowest stage, how many
+microbatches it can hold, and the number of the variant."""
 
 NO_RANGE = np.iinfo(np.int64).max
 """Bytes over the memory of a range that no variant was offered for."""
@@ -38,7 +28,7 @@ class OfferedVariant(NamedTuple):
     """A variant that is offered for every range.
 
     Attributes:
-        costs: [NUM_COSTS, cuts, cuts], see `range_costs`.
+        costs: [cuts, cuts], see `range_costs`.
         sends: [cuts], ns of what crosses each cut.
         capacity: bytes of a device.
         copies: of the state of a stage.
@@ -47,7 +37,7 @@ class OfferedVariant(NamedTuple):
         variant: its number.
     """
 
-    costs: Ints
+    costs: Records
     sends: Ints
     capacity: int
     copies: int
@@ -60,16 +50,15 @@ class KeptVariants(NamedTuple):
     """The variants that no other beats, range by range.
 
     Attributes:
-        options: [cuts, cuts, rows, NUM_OPTION], what a stage adds to the sum of a step, to its
-            slowest stage, how many microbatches it can hold, and the variant.
-        costs: [cuts, cuts, rows, NUM_COSTS], of each.
+        options: [cuts, cuts, rows], `OPTION`.
+        costs: [cuts, cuts, rows], of each.
         counts: [cuts, cuts], rows in use.
         over: [cuts, cuts], by how many bytes the best variant exceeds the capacity with one
             microbatch.
     """
 
-    options: Ints
-    costs: Ints
+    options: Records
+    costs: Records
     counts: Ints
     over: Ints
 
@@ -77,34 +66,32 @@ class KeptVariants(NamedTuple):
 @uncounted(forceinline=True, inner=True)
 def _option(new: OfferedVariant, a: int, b: int) -> tuple[int, int, int]:
     """What a range adds to the sum and to the slowest stage, and the bytes that it leaves free."""
-    costs = new.costs
-    period = costs[STAGE_FORWARD, a, b] + costs[STAGE_BACKWARD, a, b] + new.sends[b]
-    total = period + new.copies * costs[STAGE_TIED, a, b]
+    costs = new.costs[a, b]
+    period = costs.forward + costs.backward + new.sends[b]
+    total = period + new.copies * costs.tied
     if a == 0 or not new.leaves_early:
-        total += costs[STAGE_LAST, a, b]
+        total += costs.last
     if new.late_weights:
-        total -= 2 * costs[STAGE_WEIGHT, a, b]
-    room = new.capacity - new.copies * costs[STAGE_STATE, a, b] - costs[STAGE_PEAK, a, b]
+        total -= 2 * costs.weight
+    room = new.capacity - new.copies * costs.state - costs.peak
     return total, period, room
 
 
 @uncounted(forceinline=True, inner=True)
 def _keep(kept: KeptVariants, a: int, b: int, total: int, period: int, flight: int) -> int:
     """Where a new option of a range belongs: −1 if it is beaten, else behind those it does not."""
-    options, count = kept.options, kept.counts[a, b]
+    options, costs, count = kept.options[a, b], kept.costs[a, b], kept.counts[a, b]
     for r in range(count):
-        ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
-        if ours[0] <= total and ours[1] <= period and ours[2] >= flight:
+        ours = options[r]
+        if ours.total <= total and ours.period <= period and ours.flight >= flight:
             return -1
     left = 0
     for r in range(count):
-        ours = options[a, b, r, 0], options[a, b, r, 1], options[a, b, r, 2]
-        if not (total <= ours[0] and period <= ours[1] and flight >= ours[2]):
+        ours = options[r]
+        if not (total <= ours.total and period <= ours.period and flight >= ours.flight):
             if left < r:
-                for column in range(NUM_OPTION):
-                    options[a, b, left, column] = options[a, b, r, column]
-                for column in range(NUM_COSTS):
-                    kept.costs[a, b, left, column] = kept.costs[a, b, r, column]
+                options[left] = ours
+                costs[left] = costs[r]
             left += 1
     return left
 
@@ -118,32 +105,30 @@ def offer(new: OfferedVariant, kept: KeptVariants) -> bool:
     options = kept.options
     for a in range(kept.counts.shape[0]):
         for b in range(a + 1, kept.counts.shape[0]):
-            if new.costs[STAGE_PEAK, a, b] < 0:
+            if new.costs[a, b].peak < 0:
                 continue
             total, period, room = _option(new, a, b)
             kept.over[a, b] = min(kept.over[a, b], -room)
             if room < 0:
                 continue
-            held = new.costs[STAGE_HELD, a, b]
+            held = new.costs[a, b].held
             flight = UNLIMITED if held == 0 else room // held + 1
             row = _keep(kept, a, b, total, period, flight)
             if row < 0:
                 continue
             if row == options.shape[2]:
                 return False
-            options[a, b, row, 0] = total
-            options[a, b, row, 1] = period
-            options[a, b, row, 2] = flight
-            options[a, b, row, 3] = new.variant
-            for column in range(NUM_COSTS):
-                kept.costs[a, b, row, column] = new.costs[column, a, b]
+            option = options[a, b, row]
+            option.total, option.period = total, period
+            option.flight, option.variant = flight, new.variant
+            kept.costs[a, b, row] = new.costs[a, b]
             kept.counts[a, b] = row + 1
     return True
 
 
 @kernel(cache=True)
 def least_rest(
-    options: Ints, counts: Ints, table_sizes: Ints, least_sum: Floats, least_work: Floats
+    options: Records, counts: Ints, table_sizes: Ints, least_sum: Floats, least_work: Floats
 ) -> None:
     """For the operators before each cut the least sum of stages, and of period × device units.
 
@@ -156,8 +141,9 @@ def least_rest(
         for a in range(b):
             for t in range(counts.shape[0]):
                 for r in range(counts[t, a, b]):
-                    least_sum[b] = min(least_sum[b], least_sum[a] + options[t, a, b, r, 0])
-                    work = options[t, a, b, r, 1] * table_sizes[t]
+                    option = options[t, a, b, r]
+                    least_sum[b] = min(least_sum[b], least_sum[a] + option.total)
+                    work = option.period * table_sizes[t]
                     least_work[b] = min(least_work[b], least_work[a] + work)
 
 
@@ -165,7 +151,7 @@ class StageChains(NamedTuple):
     """What chains of stages are made of, and which are of interest.
 
     Attributes:
-        options: [tables, cuts, cuts, rows, NUM_OPTION], see `KeptVariants`.
+        options: [tables, cuts, cuts, rows], see `KeptVariants`.
         counts: [tables, cuts, cuts].
         table_of: [sizes, units], the table of a stage of a size that begins at a unit; −1: none.
         sizes: device units of a stage.
@@ -176,7 +162,7 @@ class StageChains(NamedTuple):
         only_best: whether to keep one label a state, for a first bound.
     """
 
-    options: Ints
+    options: Records
     counts: Ints
     table_of: Ints
     sizes: Ints
@@ -276,10 +262,14 @@ def _fill_front(chains: StageChains, found: Labels, state: Suffix) -> int:
             if rest[0] == rest[1]:
                 continue
             for r in range(chains.counts[table, a, b]):
-                if options[table, a, b, r, 2] < chains.need[s]:
+                option = options[table, a, b, r]
+                if option.flight < chains.need[s]:
                     continue
-                total, period = options[table, a, b, r, 0], options[table, a, b, r, 1]
-                stage = total, period, ((table * num_cuts + a) * num_cuts + b) * rows + r
+                stage = (
+                    option.total,
+                    option.period,
+                    ((table * num_cuts + a) * num_cuts + b) * rows + r,
+                )
                 count = _put_before(chains, found, state, stage, rest, count)
                 if count < 0:
                     return -1

@@ -9,54 +9,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Ints, Records, record
 from stratagem.simulator.base.compiling import kernel, uncounted
 
-NUM_COLUMNS = 15
-(
-    FORWARD,
-    LAUNCH,
-    GATHER,
-    BACKWARD,
-    AGAIN,
-    LAUNCH_BACK,
-    WEIGHT,
-    EACH_SYNC,
-    SYNC,
-    UPDATE,
-    STATE,
-    HELD,
-    WORKING,
-    LINKED,
-    WHOLE_GRADIENT,
-) = range(NUM_COLUMNS)
-"""Rows of a profile, by operator: passes, host launches, ZeRO-3's gather (each way), inputs that
-are converted again for backward, the part of backward that makes gradients of weights, what every
-microbatch and what the last one reduces (with ZeRO's publish), the update; bytes of state, held
-per microbatch, and on top while it runs; whether a backward pass holds the link of gathers and
-syncs itself (statistics of a batch); bytes of a gradient that stays whole until it is summed."""
+OPERATOR = record(
+    *("forward", "launch", "gather", "backward", "again", "launch_back", "weight"),
+    *("each_sync", "sync", "update"),
+    *("state", "held", "working", "linked", "whole_gradient"),
+)
+"""An operator under a choice, in ns: passes, host launches, ZeRO-3's gather (each way), inputs
+that are converted again for backward, the part of backward that makes gradients of weights, what
+every microbatch and what the last one reduces (with ZeRO's publish), the update; bytes of state,
+held per microbatch, and on top while it runs; whether a backward pass holds the link of gathers
+and syncs itself (statistics of a batch); bytes of a gradient that waits whole to be summed."""
 
-NUM_COSTS = 8
-(
-    STAGE_FORWARD,
-    STAGE_BACKWARD,
-    STAGE_WEIGHT,
-    STAGE_LAST,
-    STAGE_STATE,
-    STAGE_HELD,
-    STAGE_PEAK,
-    STAGE_TIED,
-) = range(NUM_COSTS)
-"""Rows of `range_costs`: passes, the part of backward for weights, what the last microbatch adds;
-bytes of state, held per waiting microbatch, and of the running one at its peak; what parameters
-take that a stage before owns."""
+STAGE = record("forward", "backward", "weight", "last", "state", "held", "peak", "tied")
+"""What a range of operators costs as a stage: passes, the part of backward for weights, what the
+last microbatch adds; bytes of state, held per waiting microbatch, and of the running one at its
+peak; what parameters take that a stage before owns."""
 
 
 class PricedChain(NamedTuple):
     """A chain of operators under one variant.
 
     Attributes:
-        columns: [N, NUM_COLUMNS].
+        columns: [N], `OPERATOR`.
         cuts: places of the cuts.
         out_edges: offsets by producer, and the consumer of each edge.
         in_edges: offsets by consumer, and the producer of each edge; edges as ``there[1]``.
@@ -67,7 +44,7 @@ class PricedChain(NamedTuple):
         shares_link: whether conversions use the link of gathers and syncs.
     """
 
-    columns: Ints
+    columns: Records
     cuts: Ints
     out_edges: tuple[Ints, Ints]
     in_edges: tuple[Ints, Ints]
@@ -78,7 +55,7 @@ class PricedChain(NamedTuple):
 
 
 @uncounted(inner=True)
-def _forward_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> None:
+def _forward_costs(priced: PricedChain, limit: float, whole: bool, costs: Records) -> None:
     """Fill the forward pass of every range: the end moves up, as forward runs.
 
     A gather starts when the operator with parameters two before its own has run.
@@ -90,8 +67,8 @@ def _forward_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) 
         start, last = cuts[first], cuts.size - 1 if whole else first + 1
         chain, link, launch, released, before = 0, 0, 0, 0, 0
         for c in range(start, cuts[cuts.size - 1]):
-            if columns[c, GATHER]:
-                link = max(link, released) + columns[c, GATHER]
+            if columns[c].gather:
+                link = max(link, released) + columns[c].gather
             convert = 0
             for e in range(edge_offsets[c], edge_offsets[c + 1]):
                 if edge_starts[e] >= start:
@@ -99,16 +76,16 @@ def _forward_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) 
             if convert:
                 chain = (max(chain, link) if shares_link else chain) + convert
                 link = max(link, chain) if shares_link else link
-            if columns[c, GATHER]:
+            if columns[c].gather:
                 chain = max(chain, link)
-            launch += columns[c, LAUNCH]
-            chain += columns[c, FORWARD]
-            if columns[c, STATE]:
+            launch += columns[c].launch
+            chain += columns[c].forward
+            if columns[c].state:
                 released, before = before, chain
             if chain > limit:
                 break
             if c + 1 == cuts[last]:
-                costs[STAGE_FORWARD, first, last] = max(chain, launch)
+                costs[first, last].forward = max(chain, launch)
                 last += 1
 
 
@@ -121,7 +98,7 @@ syncs are that they still wait for."""
 
 @uncounted(inner=True)
 def _backward(
-    columns: Ints,
+    columns: Records,
     synced: int,
     a: int,
     convert: int,
@@ -139,24 +116,24 @@ def _backward(
     if shares_link:
         side = link
     repeated = 0
-    if columns[a, AGAIN]:
-        side = repeated = max(side, before) + columns[a, AGAIN]
+    if columns[a].again:
+        side = repeated = max(side, before) + columns[a].again
     if convert:
         side = chain = max(chain, side) + convert
     if shares_link:
         link = side
     chain = max(chain, repeated)
-    if columns[a, GATHER]:
-        link = max(link, earlier) + columns[a, GATHER]
+    if columns[a].gather:
+        link = max(link, earlier) + columns[a].gather
         chain = max(chain, link)
     if not gathers and sync:
         link = max(link, later) + sync
         sync = 0
-    if columns[a, LINKED]:
-        link = chain = max(chain, link) + columns[a, BACKWARD]
+    if columns[a].linked:
+        link = chain = max(chain, link) + columns[a].backward
     else:
-        chain += columns[a, BACKWARD]
-    if columns[a, STATE]:
+        chain += columns[a].backward
+    if columns[a].state:
         if waiting:
             link = max(link, earlier) + waiting
         earlier, waiting, later, sync = later, sync, chain, synced
@@ -191,7 +168,7 @@ def _summed_by(now: int, ends: Ints, whole: Ints, queue: Queue) -> Queue:
 
 @uncounted(inner=True)
 def _queued(
-    columns: Ints, a: int, now: int, is_drained: bool, ends: Ints, whole: Ints, queue: Queue
+    columns: Records, a: int, now: int, is_drained: bool, ends: Ints, whole: Ints, queue: Queue
 ) -> Queue:
     """The queue when operator `a` has made its gradients.
 
@@ -202,11 +179,11 @@ def _queued(
     if is_drained:
         first, nbytes = count, 0
     for k in range(first + 1, count):
-        ends[k] += columns[a, GATHER]
-    link += columns[a, GATHER]
-    if columns[a, WHOLE_GRADIENT]:
-        link = max(link, now) + columns[a, EACH_SYNC] + columns[a, SYNC]
-        ends[count], whole[count] = link, columns[a, WHOLE_GRADIENT]
+        ends[k] += columns[a].gather
+    link += columns[a].gather
+    if columns[a].whole_gradient:
+        link = max(link, now) + columns[a].each_sync + columns[a].sync
+        ends[count], whole[count] = link, columns[a].whole_gradient
         nbytes += whole[count]
         count += 1
     return first, count, nbytes, link
@@ -214,7 +191,14 @@ def _queued(
 
 @uncounted(inner=True)
 def _peak_with_leftovers(
-    columns: Ints, a: int, end: int, held: int, again: int, ends: Ints, whole: Ints, queue: Queue
+    columns: Records,
+    a: int,
+    end: int,
+    held: int,
+    again: int,
+    ends: Ints,
+    whole: Ints,
+    queue: Queue,
 ) -> int:
     """Bytes at the peak while gradients of the microbatch before still wait.
 
@@ -226,9 +210,9 @@ def _peak_with_leftovers(
         queue = _summed_by(now, ends, whole, queue)
         if queue[2] == 0:
             break
-        peak = max(peak, held + columns[i, WORKING] + queue[2])
-        held -= columns[i, HELD]
-        now += columns[i, BACKWARD]
+        peak = max(peak, held + columns[i].working + queue[2])
+        held -= columns[i].held
+        now += columns[i].backward
     return peak
 
 
@@ -258,8 +242,25 @@ def _tied(ties: Ints, a: int, end: int) -> tuple[int, int]:
 
 
 @uncounted(inner=True)
+def _gathers(columns: Records) -> bool:
+    """Whether parameters of an operator are gathered."""
+    found = False
+    for i in range(columns.size):
+        found |= columns[i].gather > 0
+    return found
+
+
+@uncounted(inner=True)
+def _leave_out(costs: Records) -> None:
+    """Say of all ranges that they are left out."""
+    for first in range(costs.shape[0]):
+        for last in range(costs.shape[1]):
+            costs[first, last].forward = costs[first, last].peak = -1
+
+
+@uncounted(inner=True)
 def _note(
-    costs: Ints,
+    costs: Records,
     first: int,
     last: int,
     seconds: tuple[int, int, int],
@@ -267,18 +268,18 @@ def _note(
     tied: int,
 ) -> None:
     """Fill in a range: its backward pass, in a microbatch before the last and in that; bytes."""
-    costs[STAGE_BACKWARD, first, last] = seconds[0]
-    costs[STAGE_WEIGHT, first, last] = seconds[1]
-    costs[STAGE_LAST, first, last] = seconds[2]
-    costs[STAGE_STATE, first, last] = nbytes[0]
-    costs[STAGE_HELD, first, last] = nbytes[1]
-    costs[STAGE_PEAK, first, last] = nbytes[2]
-    costs[STAGE_TIED, first, last] = tied
+    costs[first, last].backward = seconds[0]
+    costs[first, last].weight = seconds[1]
+    costs[first, last].last = seconds[2]
+    costs[first, last].state = nbytes[0]
+    costs[first, last].held = nbytes[1]
+    costs[first, last].peak = nbytes[2]
+    costs[first, last].tied = tied
 
 
 @kernel(cache=True)
-def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> None:
-    """Fill ``costs[:, a, b]`` with what the operators from cut a to cut b cost as one stage.
+def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Records) -> None:
+    """Fill ``costs[a, b]`` with what the operators from cut a to cut b cost as one stage.
 
     For a fixed end the start moves down, as backward runs. Passes and conversions are one chain;
     gathers and gradient syncs run beside it on a link of their own, unless `shares_link`:
@@ -297,14 +298,14 @@ def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> 
         priced: the operators under one variant.
         limit: ranges whose forward or backward pass is longer are of no interest (ns).
         whole: whether the range of all operators alone is of interest.
-        costs: [NUM_COSTS, cuts, cuts], result; a peak of −1 where a range is left out.
+        costs: [cuts, cuts], `STAGE`: the result; a peak of −1 where a range is left out.
     """
     columns, cuts, shares_link = priced.columns, priced.cuts, priced.shares_link
-    costs[STAGE_FORWARD] = costs[STAGE_PEAK] = -1
+    _leave_out(costs)
     _forward_costs(priced, limit, whole, costs)
-    gathers = bool(columns[:, GATHER].any())
-    sum_ends = np.empty(columns.shape[0], np.int64)
-    whole_bytes = np.empty(columns.shape[0], np.int64)
+    gathers = _gathers(columns)
+    sum_ends = np.empty(columns.size, np.int64)
+    whole_bytes = np.empty(columns.size, np.int64)
     for last in range(cuts.size - 1 if whole else 1, cuts.size):
         end, first = cuts[last], 0 if whole else last - 1
         launch, weight, update, busy, carried = 0, 0, 0, 0, 0
@@ -314,31 +315,31 @@ def range_costs(priced: PricedChain, limit: float, whole: bool, costs: Ints) -> 
         for a in range(end - 1, -1, -1):
             convert = _converted(priced, a, end)
             queue = _summed_by(inner[0], sum_ends, whole_bytes, queue)
-            most = columns[a, WORKING] + queue[2]
+            most = columns[a].working + queue[2]
             inner = _backward(columns, 0, a, convert, shares_link, gathers, inner)
-            final = _backward(columns, columns[a, SYNC], a, convert, shares_link, gathers, final)
-            launch += columns[a, LAUNCH_BACK]
-            carried += columns[a, EACH_SYNC] + 2 * columns[a, GATHER]
-            weight += columns[a, WEIGHT]
-            busy += columns[a, BACKWARD]
-            update += columns[a, UPDATE]
-            state += columns[a, STATE]
-            held += columns[a, HELD]
-            gathered += columns[a, GATHER]
-            drained = shares_link and not gathers and (convert > 0 or columns[a, AGAIN] > 0)
+            final = _backward(columns, columns[a].sync, a, convert, shares_link, gathers, final)
+            launch += columns[a].launch_back
+            carried += columns[a].each_sync + 2 * columns[a].gather
+            weight += columns[a].weight
+            busy += columns[a].backward
+            update += columns[a].update
+            state += columns[a].state
+            held += columns[a].held
+            gathered += columns[a].gather
+            drained = shares_link and not gathers and (convert > 0 or columns[a].again > 0)
             queue = _queued(columns, a, inner[0], drained, sum_ends, whole_bytes, queue)
-            peak = max(peak, most) + columns[a, HELD]
+            peak = max(peak, most) + columns[a].held
             if inner[0] > limit:
                 break
             if a != cuts[first]:
                 continue
-            if costs[STAGE_FORWARD, first, last] < 0:
+            if costs[first, last].forward < 0:
                 break
-            backward = max(inner[0], launch, carried - costs[STAGE_FORWARD, first, last])
-            end_of_last = max(final[0], _link_end(final)) + columns[a, UPDATE]
+            backward = max(inner[0], launch, carried - costs[first, last].forward)
+            end_of_last = max(final[0], _link_end(final)) + columns[a].update
             finish = max(busy + update, end_of_last, backward)
             tied, sent = _tied(priced.ties, a, end)
-            again = costs[STAGE_FORWARD, first, last] + backward - gathered
+            again = costs[first, last].forward + backward - gathered
             left = _peak_with_leftovers(columns, a, end, held, again, sum_ends, whole_bytes, queue)
             seconds = (backward, min(weight, backward), finish - backward)
             _note(costs, first, last, seconds, (state - tied, held, max(peak, left)), sent)

@@ -18,7 +18,7 @@ from stratagem.searcher.stage_dp.tables import _range_kernels as kernels
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.tied_parameters import TiePricer
 from stratagem.searcher.stage_dp.tables.variants import Variant
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Ints, Records, records
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.hardware.resources import COMPUTE
@@ -47,7 +47,7 @@ class Profile:
     """
 
     variant: Variant
-    columns: Ints
+    columns: Records
     there: Ints
     back: Ints
     ties: Ints
@@ -55,13 +55,13 @@ class Profile:
 
     def range_costs(
         self, chain: OperatorChain, *, limit: float = np.inf, whole: bool = False
-    ) -> Ints:
-        """[NUM_COSTS, cuts, cuts], see `_range_kernels.range_costs`."""
+    ) -> Records:
+        """[cuts, cuts], see `_range_kernels.range_costs`."""
         size = chain.cuts.size
-        costs = np.zeros((kernels.NUM_COSTS, size, size), dtype=np.int64)
+        costs = records((size, size), kernels.STAGE)
         order, offsets, starts = chain.by_consumer
         priced = kernels.PricedChain(
-            columns=np.ascontiguousarray(self.columns.T),
+            columns=self.columns,
             cuts=chain.cuts,
             out_edges=(chain.edge_offsets, chain.edge_ends),
             in_edges=(offsets, starts),
@@ -123,20 +123,20 @@ class MeshPricer:
         apart: Mapping[int, Ints],
     ) -> Profile:
         columns = prices.columns(number)
-        columns[kernels.HELD], columns[kernels.WORKING] = _memory(life, life.bytes_under(number))
+        columns["held"], columns["working"] = _memory(life, life.bytes_under(number))
         saved = np.zeros(len(number), dtype=np.int64)
         for user, states in apart.items():
-            saved[user] = states[number[user]] - columns[kernels.STATE, user]
-            columns[kernels.STATE, user] = states[number[user]]
+            saved[user] = states[number[user]] - columns[user].state
+            columns[user].state = states[number[user]]
         edges = prices.edges(number)
         readers = [edge.consumer for edge in self.chain.compact.graph.edges]
-        np.add.at(columns[kernels.AGAIN], readers, edges[2])
+        np.add.at(columns["again"], readers, edges[2])
         chain, users = self.chain, self.chain.ties[:, 1]
         together = saved[chain.representatives[users]]
         apart_ns = [self._tied_ns(number, variant) for number in range(len(chain.ties))]
         return Profile(
             variant=variant,
-            columns=np.ascontiguousarray(columns[:, chain.representatives]),
+            columns=columns[chain.representatives],
             there=edges[0][chain.edge_numbers],
             back=edges[1][chain.edge_numbers],
             ties=np.column_stack([chain.ties, together, apart_ns]).astype(np.int64),
@@ -224,7 +224,7 @@ class _ProfilePrices:
         rows = [table.row(i) for i in table.operators]
         sizes = [len(row.choices) for row in rows]
         self._starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        self._columns = np.concatenate([_columns(row) for row in rows], axis=1)
+        self._columns = np.concatenate([_columns(row) for row in rows]).view(np.recarray)
         self._masks = np.concatenate([row.gather.mask | row.sync.mask for row in rows])
         self._pass_masks = np.concatenate([row.backward.mask & ~COMPUTE for row in rows])
         self._edges(table)
@@ -248,10 +248,10 @@ class _ProfilePrices:
             self._ends[:, k] = edge.producer, edge.consumer, row.copy_bytes.shape[1]
         self._flat = np.concatenate(flat, axis=1)
 
-    def columns(self, number: Ints) -> Ints:
-        """[NUM_COLUMNS, operators] under a choice each; memory while it runs follows later."""
-        found: Ints = self._columns[:, self._starts + number]
-        found[kernels.LINKED] = self._pass_masks[self._starts + number] & self._links(number) > 0
+    def columns(self, number: Ints) -> Records:
+        """[operators], under a choice each; memory while it runs follows later."""
+        found: Records = self._columns[self._starts + number]
+        found["linked"] = self._pass_masks[self._starts + number] & self._links(number) > 0
         return found
 
     def edges(self, number: Ints) -> Ints:
@@ -270,20 +270,20 @@ class _ProfilePrices:
         return int(np.bitwise_or.reduce(self._masks[self._starts + number]))
 
 
-def _columns(row: OperatorRow) -> Ints:
+def _columns(row: OperatorRow) -> Records:
     """One operator, by choice; held and working memory follow later."""
-    columns = np.zeros((kernels.NUM_COLUMNS, len(row.choices)), dtype=np.int64)
-    columns[kernels.FORWARD] = row.forward.ns * row.pieces
-    columns[kernels.LAUNCH] = row.launch_forward.ns
-    columns[kernels.GATHER] = row.gather.ns
-    columns[kernels.BACKWARD] = row.backward.ns * row.pieces + row.recompute.ns
-    columns[kernels.LAUNCH_BACK] = row.launch_backward.ns + row.launch_recompute.ns
-    columns[kernels.WEIGHT] = row.weight_gradient.ns * row.pieces
-    columns[kernels.EACH_SYNC] = row.each_sync.ns
-    columns[kernels.SYNC] = row.sync.ns + row.publish.ns
-    columns[kernels.UPDATE] = row.update.ns
-    columns[kernels.STATE] = _states(row)
-    columns[kernels.WHOLE_GRADIENT] = row.whole_gradient_bytes
+    columns = records(len(row.choices), kernels.OPERATOR)
+    columns["forward"] = row.forward.ns * row.pieces
+    columns["launch"] = row.launch_forward.ns
+    columns["gather"] = row.gather.ns
+    columns["backward"] = row.backward.ns * row.pieces + row.recompute.ns
+    columns["launch_back"] = row.launch_backward.ns + row.launch_recompute.ns
+    columns["weight"] = row.weight_gradient.ns * row.pieces
+    columns["each_sync"] = row.each_sync.ns
+    columns["sync"] = row.sync.ns + row.publish.ns
+    columns["update"] = row.update.ns
+    columns["state"] = _states(row)
+    columns["whole_gradient"] = row.whole_gradient_bytes
     return columns
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import MAX_IMBALANCE, distinct_stages
 from stratagem.searcher.stage_dp.tables import _dp_kernels as kernels
-from stratagem.searcher.stage_dp.tables._range_kernels import NUM_COSTS
+from stratagem.searcher.stage_dp.tables._range_kernels import STAGE
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.searcher.stage_dp.tables.operator_chain import OperatorChain
 from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
 from stratagem.searcher.stage_dp.tables.variants import Variant, VariantLayout, variants
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Ints, Records, records
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 
@@ -55,16 +55,16 @@ class StageTable:
     Attributes:
         num_devices: of the stage.
         ways: what the numbers of variants in `options` mean.
-        options: [cuts, cuts, rows, NUM_OPTION].
-        costs: [cuts, cuts, rows, NUM_COSTS] of each option.
+        options: [cuts, cuts, rows].
+        costs: [cuts, cuts, rows], of each option.
         counts: [cuts, cuts], rows in use.
         over: [cuts, cuts], bytes by which the leanest variant exceeds the memory; below 0: room.
     """
 
     num_devices: int
     ways: tuple[Ways, ...]
-    options: Ints
-    costs: Ints
+    options: Records
+    costs: Records
     counts: Ints
     over: Ints
 
@@ -178,13 +178,13 @@ class _Draft:
     def __post_init__(self) -> None:
         shape = (self.size, self.size, ROOM)
         self._kept = kernels.KeptVariants(
-            options=np.zeros((*shape, kernels.NUM_OPTION), dtype=np.int64),
-            costs=np.zeros((*shape, NUM_COSTS), dtype=np.int64),
+            options=records(shape, kernels.OPTION),
+            costs=records(shape, STAGE),
             counts=np.zeros((self.size, self.size), dtype=np.int64),
             over=np.full((self.size, self.size), np.iinfo(np.int64).max, dtype=np.int64),
         )
 
-    def offer(self, costs: Ints, sends: Ints, capacity: int, number: int) -> None:
+    def offer(self, costs: Records, sends: Ints, capacity: int, number: int) -> None:
         """Offer variant `number` for every range; twice is the same as once."""
         mode = self.mode
         new = kernels.OfferedVariant(
@@ -210,5 +210,5 @@ class _Draft:
         return StageTable(num_devices, tuple(ways), options, costs, kept.counts, kept.over)
 
 
-def _twice_the_rows(rows: Ints) -> Ints:
-    return np.concatenate([rows, np.zeros_like(rows)], axis=2)
+def _twice_the_rows(rows: Records) -> Records:
+    return np.concatenate([rows, np.zeros_like(rows)], axis=2).view(np.recarray)

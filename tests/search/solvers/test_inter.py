@@ -21,12 +21,15 @@ from stratagem.searcher.stage_dp.closed_form_times import (
 )
 from stratagem.searcher.stage_dp.pipeline_dp import Devices, Objective, solve
 from stratagem.searcher.stage_dp.tables import compact_graph as compact_module
+from stratagem.searcher.stage_dp.tables._dp_kernels import OPTION
+from stratagem.searcher.stage_dp.tables._range_kernels import STAGE
 from stratagem.searcher.stage_dp.tables.compact_graph import compact_graph
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.searcher.stage_dp.tables.operator_chain import chain_of
 from stratagem.searcher.stage_dp.tables.operator_profiles import MeshPricer, stage_mesh
 from stratagem.searcher.stage_dp.tables.stage_tables import StageTable, Ways
 from stratagem.searcher.stage_dp.tables.variants import LAYOUTS, Variant, VariantLayout, variants
+from stratagem.simulator.base.arrays import records
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.graph.models import gpt, mlp, moe, wide_resnet
 from stratagem.simulator.hardware.cluster import Cluster
@@ -123,19 +126,20 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
     ranges = [(0, middle), (middle, len(chain.cuts) - 1)]
     held = microbatches_held("1f1b", 2, plan.num_microbatches)[::-1]
     for stage, (first, last) in enumerate(ranges):
-        ours = costs[:, first, last]
+        ours = costs[first, last]
         times = simulation._step.model.block_times[stage]
-        assert ours[0] == pytest.approx(times[FORWARD].makespan, rel=0.04)
+        assert ours.forward == pytest.approx(times[FORWARD].makespan, rel=0.04)
         both = times[FORWARD].makespan + times[BACKWARD].makespan
         if LINKS in times:  # No microbatch takes less than its links.
             both = max(both, times[LINKS].makespan + times[LINKS_BACKWARD].makespan)
-        assert ours[0] + ours[1] == pytest.approx(both, rel=0.07)
+        assert ours.forward + ours.backward == pytest.approx(both, rel=0.07)
         # There the conversion in front of the positions' pass waits for sums; a table's does not.
         near = 0.11 if (tensor, zero) == (1, 0) else 0.09
-        assert ours[1] + ours[3] == pytest.approx(times[LAST_BACKWARD].makespan, rel=near)
+        last_backward = ours.backward + ours.last
+        assert last_backward == pytest.approx(times[LAST_BACKWARD].makespan, rel=near)
         memory = simulation.memory[stage]
-        assert ours[4] == memory.state
-        peak = ours[4] + ours[6] + (held[stage] - 1) * ours[5]
+        assert ours.state == memory.state
+        peak = ours.state + ours.peak + (held[stage] - 1) * ours.held
         # How long gradients wait depends on the other stages, which a table knows nothing of.
         assert peak == pytest.approx(memory.peak, rel=0.05 if zero < 2 else 0.15)
 
@@ -145,7 +149,7 @@ def test_stages_cost_what_their_blocks_take_in_the_simulator(tensor, zero):
 
 def make_table(rng, num_cuts, num_devices, rows):
     """Random options of a stage for every range; some ranges have none."""
-    options = np.zeros((num_cuts, num_cuts, rows, 4), dtype=np.int64)
+    options = records((num_cuts, num_cuts, rows), OPTION)
     counts = np.zeros((num_cuts, num_cuts), dtype=np.int64)
     for a, b in itertools.combinations(range(num_cuts), 2):
         counts[a, b] = rng.integers(0, rows + 1) if rng.random() < 0.9 else 0
@@ -153,7 +157,7 @@ def make_table(rng, num_cuts, num_devices, rows):
             period = int(rng.integers(1, 20) * (b - a))
             options[a, b, r] = (period + rng.integers(0, 9), period, rng.integers(0, 5), r)
     ways = tuple(Ways(1, Variant("any", 0, "none", {})) for _ in range(rows))
-    costs = np.zeros((num_cuts, num_cuts, rows, 7), dtype=np.int64)
+    costs = records((num_cuts, num_cuts, rows), STAGE)
     return StageTable(num_devices, ways, options, costs, counts, np.zeros_like(counts))
 
 
@@ -166,8 +170,9 @@ def brute_force(devices, need, objective, num_cuts):
         if cut == num_cuts - 1 or unit == units:
             if cut == num_cuts - 1 and unit == units and len(done) <= len(need):
                 held = need[: len(done)][::-1]
-                if all(row[2] >= n for row, n in zip(done, held, strict=True)):
-                    total, slowest = sum(row[0] for row in done), max(row[1] for row in done)
+                if all(row.flight >= n for row, n in zip(done, held, strict=True)):
+                    total = sum(row.total for row in done)
+                    slowest = max(row.period for row in done)
                     value = objective[0] * total + objective[1] * slowest
                     best[len(done)] = min(value, best.get(len(done), np.inf))
             return
