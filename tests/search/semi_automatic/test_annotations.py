@@ -98,7 +98,6 @@ def test_a_search_betters_what_is_open_and_keeps_what_is_said() -> None:
     assert result.bound <= result.simulation.step_time
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "asked"),
     [
