@@ -163,7 +163,7 @@ def _plays(problem: Problem) -> Plays:
         touch_starts=np.stack(
             [starts + b for (starts, _), b in zip(touched, before, strict=True)]
         ),
-        touches=np.concatenate([rows for _, rows in touched]),
+        touches=np.concatenate([rows for _, rows in touched]).view(np.recarray),
         gates=sharing.arrays,
         seen=np.zeros(total, dtype=np.int64),
         on_path=np.zeros(total, dtype=np.int64),

@@ -131,7 +131,7 @@ def test_one_operator_replays_a_few_tasks_of_its_stage() -> None:
     """Where streams shift alike; gradient syncs beside computing have slack, and do not."""
     graph = gpt(num_layers=24, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
     what_if = WhatIf(plan_of("Megatron tensor", graph), graph)
-    tasks = sum(engine.state.rows.shape[1] for engine in what_if._player.engines)
+    tasks = sum(engine.state.places.size for engine in what_if._player.engines)
     current = what_if.plan.choice("h.12.mlp.act")
     other = next(c for c in what_if.choices("h.12.mlp.act") if c != current)
     what_if.propose({"h.12.mlp.act": other})
