@@ -229,11 +229,11 @@ class MacroChanges(NamedTuple):
 
 
 @njit()
-def play_block(
-    how: int, state: DeltaState, tasks: Ints, durations: Ints, sets: Ints
+def play_changed(
+    by_delta: bool, state: DeltaState, tasks: Ints, durations: Ints, sets: Ints
 ) -> tuple[int, int]:
-    """Play a changed block; return its makespan in ns, and how many tasks were played."""
-    if how > DELTA_MACRO:
+    """Play a changed graph; return its makespan in ns, and how many tasks were played."""
+    if not by_delta:
         return change_and_play(state, tasks, durations, sets), state.places.size
     ns = propose_changes(state, tasks, durations, sets)
     played = state.book[0].replayed
@@ -258,7 +258,7 @@ def play_moves(
             block = 3 * moves.stages[k] + kind
             lo, hi = moves.starts[3 * k + kind], moves.starts[3 * k + kind + 1]
             new = (moves.tasks[lo:hi], moves.durations[lo:hi], moves.sets[lo:hi])
-            ns, more = play_block(how, states[block], *new)
+            ns, more = play_changed(how <= DELTA_MACRO, states[block], *new)
             played += more
             for index in range(moves.member_starts[block], moves.member_starts[block + 1]):
                 work.tasks[count] = moves.members[index]
@@ -271,8 +271,7 @@ def play_moves(
                     played += states[block].places.size
                     play_in_full(states[block])
         joined = (work.tasks[:count], work.durations[:count], work.sets[:count])
-        macro_how = DELTA if how == DELTA_MACRO else PLAN
-        makespans[k], more = play_block(macro_how, macro, *joined)
+        makespans[k], more = play_changed(how == DELTA_MACRO, macro, *joined)
         played += more
     return played
 

@@ -29,11 +29,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from benchmarks.properties.drawn import Shape
 from benchmarks.random_training import Drawing, draw
 from stratagem.executor import ExecutionResult, execute, model_state
 from stratagem.executor.running.execute import prepare
@@ -45,10 +45,8 @@ from stratagem.executor.running.torch_reference import (
 from stratagem.executor.state.batch_norm_counters import COUNTER
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.plan.mirrored_stages import sends_both_ways
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.schedules.named_schedules import SCHEDULES
-from stratagem.simulator.schedules.schedule_record import Sizes
 from stratagem.simulator.torch_ops.capture.capture import capture
 from tests.support.plans import SHAPES, Case, plan_on
 
@@ -137,10 +135,10 @@ def random_plans(case: Case, rng: random.Random, count: int) -> Iterator[Plan]:
     for number in range(count):
         parts = rng.choice([n for n in case.graph.microbatch_counts if n <= 4 or number == 0])
         yield _random_plan(case, rng, parts, _random_training(rng))
-    shapes = list(_schedule_shapes(case.graph))
-    for name in rng.sample(sorted({shape.name for shape in shapes}), min(1, len(shapes))):
-        shape = rng.choice([shape for shape in shapes if shape.name == name])
-        yield _plan_under(case, rng, shape)
+    shapes = list(_shapes(case.graph))
+    if shapes:
+        name = rng.choice(sorted({shape.schedule for shape in shapes}))
+        yield _plan_under(case, rng, rng.choice([s for s in shapes if s.schedule == name]))
 
 
 def _random_training(rng: random.Random) -> Training:
@@ -152,39 +150,28 @@ def _random_training(rng: random.Random) -> Training:
     )
 
 
-class _ScheduleShape(NamedTuple):
-    """A schedule of some sizes; whether stages have two homes."""
-
-    name: str
-    sizes: Sizes
-    is_mirrored: bool
-
-
-def _schedule_shapes(graph: OperatorGraph) -> Iterator[_ScheduleShape]:
-    """All that have a name, make one update a step, and do not need slices of tokens."""
+def _shapes(graph: OperatorGraph) -> Iterator[Shape]:
+    """Schedules with a name that make one update a step, of sizes that the model allows."""
     most = sum(not operator.is_source for operator in graph.operators)
-    parts = [count for count in graph.microbatch_counts if 1 < count <= 8]
-    for record, ranks, per_rank, count in product(SCHEDULES.values(), [2, 4], [1, 2], parts):
-        sizes = Sizes(ranks * per_rank, count, ranks)
-        made = record.made(sizes) if sizes.num_stages <= most else None
-        if made is None or made.update_every is not None:
-            continue
-        if made.is_mirrored and not sends_both_ways(made):
-            continue
-        yield _ScheduleShape(record.name, sizes, made.is_mirrored)
+    parts = [count for count in graph.microbatch_counts if 1 < count <= MOST_RANKS]
+    for name, ranks, per_rank, count in product(SCHEDULES, [2, 4], [1, 2], parts):
+        shape = Shape(name, ranks, per_rank, count, ways=1)
+        made = shape.made() if shape.num_stages <= most else None
+        if made is not None and made.update_every is None:
+            yield shape
 
 
-def _plan_under(case: Case, rng: random.Random, shape: _ScheduleShape) -> Plan:
+def _plan_under(case: Case, rng: random.Random, shape: Shape) -> Plan:
     """A plan under a schedule, whose stages are as wide as those of their mirror images."""
-    ranks = shape.sizes.num_ranks
-    small = [each for each in SHAPES if math.prod(each) * ranks <= MOST_RANKS]
-    half = [rng.choice(small) for _ in range(ranks // 2)]
-    shapes = (half + half[::-1]) * (shape.sizes.num_stages // ranks)
+    small = [each for each in SHAPES if math.prod(each) * shape.ranks <= MOST_RANKS]
+    half = [rng.choice(small) for _ in range(shape.ranks // 2)]
+    made = shape.made()
     seed = rng.randrange(10**9)
     return plan_on(
-        case, shapes, rng, seed, num_microbatches=shape.sizes.num_microbatches,
-        schedule=shape.name, training=_random_training(rng),
-        crews=ranks if len(shapes) > ranks else None, pins=not shape.is_mirrored,
+        case, (half + half[::-1]) * shape.per_rank, rng, seed, num_microbatches=shape.parts,
+        schedule=shape.schedule, training=_random_training(rng),
+        crews=shape.ranks if shape.per_rank > 1 else None,
+        pins=made is None or not made.is_mirrored,
     )  # fmt: skip
 
 

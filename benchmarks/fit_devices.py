@@ -42,7 +42,7 @@ from stratagem.simulator.hardware.device_type import (
     MemoryConstants,
     ProductConstants,
 )
-from stratagem.simulator.kernel_times._matrix_product_time import DeviceRates, product_seconds
+from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
 from stratagem.simulator.kernel_times.fitted_kernels import memory_seconds
 from stratagem.simulator.operators.kinds.traffic import Moved
 
@@ -77,7 +77,7 @@ def _all_seconds(
     shapes: Floats, units: float, peak: float, bandwidth: float, constants: Floats
 ) -> Floats:  # pragma: no cover
     """Seconds of one product of each line: rows, columns, depth, batch, bytes."""
-    out, rates = np.empty(shapes.shape[0]), DeviceRates(units, peak, bandwidth)
+    out, rates = np.empty(shapes.shape[0]), (units, peak, bandwidth)
     for i in range(shapes.shape[0]):
         m, n, k, batch, moved = shapes[i]
         out[i] = product_seconds(m, n, k, batch, moved, rates, constants)

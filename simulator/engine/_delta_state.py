@@ -98,10 +98,16 @@ class DeltaState(NamedTuple):
 
 
 @uncounted(forceinline=True, inner=True)
+def queue_key(state: DeltaState, each: int) -> int:
+    """By which a task stands in the queue among those of its ready time."""
+    return each if state.tasks[each].duration else each - state.places.size
+
+
+@uncounted(forceinline=True, inner=True)
 def queue_task(state: DeltaState, size: int, ready: int, each: int) -> int:
     """Put a task into the queue of so many; return how many there are then."""
-    key = each if state.tasks[each].duration else each - state.places.size
-    push_task(state.space.heap_ready, state.space.heap_task, size, ready, key)
+    space = state.space
+    push_task(space.heap_ready, space.heap_task, size, ready, queue_key(state, each))
     return size + 1
 
 

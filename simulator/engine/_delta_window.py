@@ -24,6 +24,7 @@ from stratagem.simulator.engine._delta_state import (
     NEVER,
     DeltaState,
     first_in_queue,
+    queue_key,
     queue_task,
 )
 from stratagem.simulator.engine._event_queue import hold_resources, pop_task
@@ -192,14 +193,16 @@ def count_waiting(state: DeltaState, after: int, begin: Begin) -> None:
 
 
 @uncounted(forceinline=True, inner=True)
-def queue_idle(state: DeltaState, queues: Queues, begin: Begin) -> Queues:
-    """Queue the tasks that become idle at the position of the scan, if they were released before.
+def queue_idle(
+    state: DeltaState, scan: int, trigger: int, size: int, begin: Begin
+) -> tuple[int, int]:
+    """Queue the tasks that become idle up to a position, if they were released before the window.
 
-    They go on at once, where they had to wait for their resources.
+    They go on at once, where they had to wait for their resources. Returns the first change whose
+    effect lies behind, and the new size of the queue.
     """
-    trigger, size = queues.trigger, queues.size
     num_changes = state.book[0].num_changes
-    while trigger < num_changes and state.changes[trigger].effect <= queues.scan:
+    while trigger < num_changes and state.changes[trigger].effect <= scan:
         each = state.changes[trigger].task
         task = state.tasks[each]
         trigger += 1
@@ -207,7 +210,7 @@ def queue_idle(state: DeltaState, queues: Queues, begin: Begin) -> Queues:
         if is_idle and task.released < begin.position:
             ready = state.places[task.position].ready + shift_at(state, task.position)
             size = queue_task(state, size, ready + begin.shift, each)
-    return Queues(queues.scan, queues.chunk, queues.offset, trigger, size)
+    return trigger, size
 
 
 @uncounted(forceinline=True, inner=True)
@@ -227,9 +230,7 @@ def next_of_old(state: DeltaState, queues: Queues, begin: Begin) -> tuple[Queues
             chunk = scan >> CHUNK_BITS
             offset = shift_at(state, scan) + begin.shift
         ready = places[scan].ready + offset
-        _, _, _, trigger, size = queue_idle(
-            state, Queues(scan, chunk, offset, trigger, size), begin
-        )
+        trigger, size = queue_idle(state, scan, trigger, size, begin)
         if size > 0 and heap_ready[0] < ready:
             break
         each = places[scan].task
@@ -252,9 +253,8 @@ def next_task(state: DeltaState, queues: Queues, begin: Begin) -> tuple[Queues, 
     taken = 0
     if is_old:
         taken = state.places[scan].task
-        key = taken if state.tasks[taken].duration else taken - state.places.size
-        if size > 0 and heap_ready[0] == ready and heap_task[0] < key:
-            is_old = False
+        ties = size > 0 and heap_ready[0] == ready
+        is_old = not (ties and heap_task[0] < queue_key(state, taken))
     if is_old:
         scan += 1
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stratagem.simulator.hardware.device_type import DeviceType, ProductConstants
-from stratagem.simulator.kernel_times._matrix_product_time import DeviceRates, product_seconds
+from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, product_of
 from stratagem.simulator.operators.operator import Operator, shape_of
 
@@ -59,9 +59,7 @@ class Multiplier:
                 product.depth,
                 product.batch,
                 product.elements * self.itemsize,
-                DeviceRates(
-                    float(self.device.num_units), rate, self.device.memory_bandwidth_gb_s * 1e9
-                ),
+                (float(self.device.num_units), rate, self.device.memory_bandwidth_gb_s * 1e9),
                 constants.vector,
             )
         )

@@ -23,7 +23,7 @@ from stratagem.searcher.ilp.problem._reduction_kernels import (
     priced_costs,
 )
 from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
-from stratagem.searcher.ilp.problem.memory_rows import FlatWindows, only, some_rows
+from stratagem.searcher.ilp.problem.memory_rows import flat_windows, only, some_rows
 from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.simulator.base.arrays import Floats, Ints
 
@@ -74,7 +74,7 @@ class Ascent:
         self.prices = np.empty(0)
         self.rows = np.empty(0, np.int64)
         self._price_rows(some_rows(self.memory.num_rows, prices, MAX_ROWS), prices)
-        self.messages = np.zeros(int(flat.places[-1]))
+        self.messages = np.zeros(int(flat.edges.places[-1]))
         self.costs, self.theta = flat.costs.copy(), flat.costs.copy()
         self.choice = np.zeros(len(flat.nodes), np.int64)
         self.bound = -np.inf
@@ -89,7 +89,7 @@ class Ascent:
         self.limits = self.memory.limits[rows].astype(np.float64)
         self.scale = np.maximum(self.limits, 1.0)
         windows = [self.memory.windows[node] for node in self.flat.nodes]
-        self.windows = FlatWindows.of([only(window, rows) for window in windows])
+        self.windows = flat_windows([only(window, rows) for window in windows])
 
     def run(self, target: float, deadline: float) -> None:
         """Raise the bound towards a target: what a solution costs, infinite if none is known.
@@ -198,9 +198,7 @@ class Ascent:
         return self._bound()
 
     def _price(self) -> None:
-        priced_costs(
-            self.flat.starts, self.flat.costs, self.windows.arrays, self.prices, self.costs
-        )
+        priced_costs(self.flat.starts, self.flat.costs, self.windows, self.prices, self.costs)
 
     def _bound(self) -> float:
         self._price()
@@ -214,7 +212,7 @@ class Ascent:
         flat = self.flat
         consistent_choice(flat.starts, self.theta, flat.edges, self.messages, self.choice)
         used = np.empty(len(self.limits))
-        bytes_held(self.choice, self.windows.arrays, used)
+        bytes_held(self.choice, self.windows, used)
         return used - self.limits
 
     def all_prices(self) -> Floats:
@@ -239,7 +237,7 @@ class Ascent:
             heat = np.exp(-theta / temperature)
             weights[node] = heat / heat.sum()
         dual = Dual(self.problem, self.all_prices())
-        messages = np.split(self.messages, flat.places[1:-1])
+        messages = np.split(self.messages, flat.edges.places[1:-1])
         dual.messages.update(zip(flat.pairs, messages, strict=False))
         return Relaxed(weights, dual, self.full_choice())
 

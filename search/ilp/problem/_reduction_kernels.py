@@ -32,9 +32,23 @@ class WindowArrays(NamedTuple):
     num_strategies: Ints
     pool: Ints
 
+    @property
+    def held(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """What says how many bytes a node holds, whatever the number of its strategies."""
+        return self.first, self.width, self.start, self.pool
+
 
 class EdgeArrays(NamedTuple):
-    """Directed edges, a problem's tables of pairs, and places of messages; see `FlatInstance`."""
+    """Directed edges of N nodes, tables of pairs, and places of messages.
+
+    Attributes:
+        adjacency: [N + 1], where the edges of a node begin.
+        neighbours: the node that an edge goes to.
+        reverse: the same edge from its other end.
+        tables: where the table of an edge begins in `pool`, rows by the strategies of its node.
+        pool: costs of pairs.
+        places: [edges + 1], where the message of an edge to its node begins, a number a strategy.
+    """
 
     adjacency: Ints
     neighbours: Ints

@@ -17,24 +17,16 @@ FORBIDDEN_FACTOR = 100.0
 
 @dataclass(frozen=True, eq=False)
 class FlatInstance:
-    """Costs, neighbours and tables of the nodes that are alive.
+    """Costs and edges of the nodes that are alive.
 
-    Directed edge e is one of `adjacency[i]` to `adjacency[i + 1]`, goes to `neighbours[e]`, has
-    its table (rows by the strategies of i) at `tables[e]` in `pool`, and a message to i, a number
-    per strategy, at `places[e]`; `reverse[e]` is the same edge from its other end. `num_nodes`
-    counts those of the problem that are not alive, too.
+    `num_nodes` counts those of the problem that are not alive, too.
     """
 
     num_nodes: int
     nodes: list[int]
     starts: Ints
     costs: Floats
-    adjacency: Ints
-    neighbours: Ints
-    reverse: Ints
-    tables: Ints
-    pool: Floats
-    places: Ints
+    edges: EdgeArrays
 
     @classmethod
     def of(cls, problem: ReducedInstance) -> FlatInstance:
@@ -75,12 +67,14 @@ class FlatInstance:
                 np.int64
             ),
             costs=np.concatenate([*costs, np.empty(0)]),
-            adjacency=np.array(adjacency, np.int64),
-            neighbours=np.array(neighbours, np.int64),
-            reverse=np.array([number[other, node] for node, other in number], np.int64),
-            tables=np.array(tables, np.int64),
-            pool=flat,
-            places=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+            edges=EdgeArrays(
+                adjacency=np.array(adjacency, np.int64),
+                neighbours=np.array(neighbours, np.int64),
+                reverse=np.array([number[other, node] for node, other in number], np.int64),
+                tables=np.array(tables, np.int64),
+                pool=flat,
+                places=np.concatenate(([0], np.cumsum(sizes))).astype(np.int64),
+            ),
         )
 
     def full(self, choice: Ints) -> Ints:
@@ -92,18 +86,6 @@ class FlatInstance:
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """Both nodes of every directed edge."""
-        sources = np.repeat(np.arange(len(self.nodes)), np.diff(self.adjacency)).tolist()
-        targets = self.neighbours.tolist()
+        sources = np.repeat(np.arange(len(self.nodes)), np.diff(self.edges.adjacency)).tolist()
+        targets = self.edges.neighbours.tolist()
         return [(self.nodes[i], self.nodes[j]) for i, j in zip(sources, targets, strict=True)]
-
-    @cached_property
-    def edges(self) -> EdgeArrays:
-        """The directed edges as kernels read them."""
-        return EdgeArrays(
-            self.adjacency,
-            self.neighbours,
-            self.reverse,
-            self.tables,
-            self.pool,
-            self.places,
-        )

@@ -161,8 +161,8 @@ class MemoryRows:
     def _drop_implied(self, most: Ints) -> None:
         if self.num_rows < 2:
             return
-        flat = FlatWindows.of(self.windows)
-        self.take_rows(~implied_rows(self.limits, most - self.limits, flat.arrays))
+        windows = flat_windows(self.windows)
+        self.take_rows(~implied_rows(self.limits, most - self.limits, windows))
 
 
 def _trimmed(window: MemoryWindow) -> MemoryWindow:
@@ -190,40 +190,19 @@ def only(window: MemoryWindow, rows: Ints) -> MemoryWindow:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class FlatWindows:
-    """Windows as arrays for kernels: first row, number of rows, place in the pool, the pool."""
-
-    first: Ints
-    width: Ints
-    start: Ints
-    num_strategies: Ints
-    pool: Ints
-
-    @classmethod
-    def of(cls, windows: list[MemoryWindow]) -> FlatWindows:
-        """Lay out the windows of all nodes, strategy by strategy."""
-        starts = np.concatenate(([0], np.cumsum([window.nbytes.size for window in windows])))
-        pool = np.empty(int(starts[-1]), np.int64)
-        for start, window in zip(starts.tolist(), windows, strict=False):
-            pool[start : start + window.nbytes.size] = window.nbytes.ravel()
-        return cls(
-            first=np.array([window.first for window in windows], np.int64),
-            width=np.array([window.nbytes.shape[1] for window in windows], np.int64),
-            start=starts.astype(np.int64),
-            num_strategies=np.array([len(window.nbytes) for window in windows], np.int64),
-            pool=pool,
-        )
-
-    @property
-    def arrays(self) -> WindowArrays:
-        """All of them, as kernels read them."""
-        return WindowArrays(self.first, self.width, self.start, self.num_strategies, self.pool)
-
-    @property
-    def held(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """What says how many bytes a node holds, whatever the number of its strategies."""
-        return self.first, self.width, self.start, self.pool
+def flat_windows(windows: list[MemoryWindow]) -> WindowArrays:
+    """The windows of all nodes for kernels, strategy by strategy."""
+    starts = np.concatenate(([0], np.cumsum([window.nbytes.size for window in windows])))
+    pool = np.empty(int(starts[-1]), np.int64)
+    for start, window in zip(starts.tolist(), windows, strict=False):
+        pool[start : start + window.nbytes.size] = window.nbytes.ravel()
+    return WindowArrays(
+        first=np.array([window.first for window in windows], np.int64),
+        width=np.array([window.nbytes.shape[1] for window in windows], np.int64),
+        start=starts.astype(np.int64),
+        num_strategies=np.array([len(window.nbytes) for window in windows], np.int64),
+        pool=pool,
+    )
 
 
 @dataclass(frozen=True, eq=False)

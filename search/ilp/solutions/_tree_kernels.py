@@ -14,7 +14,7 @@ Graph = tuple[Ints, Ints, Ints, Ints, Ints, Floats]
 (`flat_arrays.Flat`).
 """
 Held = tuple[Ints, Ints, Ints, Ints]
-"""First rows, widths, places and bytes of the nodes' windows (`memory_rows.FlatWindows`)."""
+"""First rows, widths, places and bytes of the nodes' windows (`WindowArrays.held`)."""
 Spans = tuple[Ints, Ints, Ints, Ints, Ints]
 """First spans of the nodes; first rows, ends, places and bytes of the spans
 (`memory_rows.Spans`).

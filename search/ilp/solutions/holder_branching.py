@@ -83,7 +83,7 @@ class LevelBranching:
         self.ascent = Ascent(part.problem, part.relaxed.dual.prices)
         self.ascent.begin_with(part.relaxed.dual)
         self.costs = self.ascent.flat.costs.copy()
-        pool = self.ascent.flat.pool
+        pool = self.ascent.flat.edges.pool
         dearest = max(np.abs(self.costs).max(initial=1.0), pool.max(initial=1.0))
         self.forbidden = FORBIDDEN_FACTOR * float(dearest)
         self.holders = self._holders()

@@ -13,7 +13,7 @@ import numpy as np
 from stratagem.searcher.ilp.bounds.relaxation_result import Relaxed
 from stratagem.searcher.ilp.problem.flat_arrays import FlatInstance
 from stratagem.searcher.ilp.problem.incumbent import BestAssignment
-from stratagem.searcher.ilp.problem.memory_rows import FlatWindows, only, some_rows
+from stratagem.searcher.ilp.problem.memory_rows import flat_windows, only, some_rows
 from stratagem.searcher.ilp.problem.reductions import ReducedInstance
 from stratagem.searcher.ilp.solutions._tree_kernels import HeldProgram, HeldTreeState, search_trees
 from stratagem.simulator.base.arrays import Floats, Ints
@@ -60,9 +60,7 @@ class TreeSearch:
         weights[self.rows] = self.weights
         self.rows, self.weights = rows, weights[rows]
         self.limits = memory.limits[rows]
-        self.windows = FlatWindows.of(
-            [only(memory.windows[node], rows) for node in self.flat.nodes]
-        )
+        self.windows = flat_windows([only(memory.windows[node], rows) for node in self.flat.nodes])
         self.least_weights = LEAST_WEIGHT * self.first_weights[rows]
 
     def run(self, moves: int, bound: float, deadline: float) -> None:

@@ -39,9 +39,10 @@ def enumerate_sets(
     # The empty set is found by nobody, so it need not be in the table.
     while current < count:
         for node in range(num_nodes):
-            if not may_grow(sets[current], node, predecessors[node]):
+            if not may_grow(sets, current, predecessors, node):
                 continue
-            grown[:] = sets[current]
+            for w in range(num_words):
+                grown[w] = sets[current, w]
             grown[node >> 6] |= ONE << np.uint64(node & 63)
             place = bucket_of(grown, sets, buckets)
             found = buckets[place]
@@ -65,18 +66,18 @@ def enumerate_sets(
     return count, sets[:count], starts[: count + 1], targets[:links], nodes[:links]
 
 
-@kernel(inner=True)
-def may_grow(words: Words, node: int, predecessors: Words) -> bool:
+@kernel(forceinline=True, inner=True)
+def may_grow(sets: Words, current: int, predecessors: Words, node: int) -> bool:
     """Whether a set has all predecessors of a node, but not the node."""
-    if words[node >> 6] & (ONE << np.uint64(node & 63)):
+    if sets[current, node >> 6] & (ONE << np.uint64(node & 63)):
         return False
     w = 0
-    while w < len(words) and not predecessors[w] & ~words[w]:
+    while w < sets.shape[1] and not predecessors[node, w] & ~sets[current, w]:
         w += 1
-    return w == len(words)
+    return bool(w == sets.shape[1])
 
 
-@kernel(inner=True)
+@kernel(forceinline=True, inner=True)
 def bucket_of(words: Words, sets: Words, buckets: Indices) -> int:
     """The place of a set in a hash table with open addressing, or where it would be put."""
     key = np.uint64(0)

@@ -21,7 +21,6 @@ from stratagem.simulator.hardware.device_type import DeviceType, device_names
 from stratagem.simulator.kernel_times._matrix_product_time import (
     TILE_COLUMNS,
     TILE_ROWS,
-    DeviceRates,
     product_seconds,
 )
 from stratagem.simulator.kernel_times.cost_model import Cost, CostSource, Direction, RooflineCosts
@@ -454,7 +453,7 @@ def test_kernel_takes_scalars_and_one_vector() -> None:
     device = DeviceType.preset("A40")
     vector = device.products["float16"].vector
     plain = getattr(product_seconds, "py_func", product_seconds)
-    args = (640.0, 512.0, 2048.0, 2.0, 1e7, DeviceRates(84.0, 1.5e14, 7e11), vector)
+    args = (640.0, 512.0, 2048.0, 2.0, 1e7, (84.0, 1.5e14, 7e11), vector)
     assert plain(*args) == pytest.approx(product_seconds(*args), rel=1e-12)
 
 
