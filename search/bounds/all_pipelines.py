@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stratagem.searcher.space.microbatch_graphs import MicrobatchModel, MicrobatchModels
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_stage_sizes, axes_of
-from stratagem.simulator.graph.placement import Shard, local_sizes
+from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
@@ -79,6 +81,9 @@ class PipelineWork:
         self._places = options.place
         self._knows_no_path = options.place and options.inputs_first
         self._asked = asked_of(options.touching(Touches.PASSES))
+        self._sizes = tuple(sorted(all_stage_sizes(models.situation.cluster)))
+        self._cuts: dict[tuple[int, ...], tuple[Ints, Ints]] = {}
+        self._priced: dict[Any, _Shards] = {}
         self._known: dict[Any, float] = {}
         self._paths: dict[tuple[int, int], _Path] = {}
         self._made: dict[int, list[TableBuilder]] = {}
@@ -238,42 +243,75 @@ class PipelineWork:
         """Seconds of an operator on all its devices together, cut as suits it best."""
         key = (model.kinds[i], recompute, most)
         if key not in self._known:
-            self._models.situation.clock.check()
-            whole = self._models[1].kinds[i]
-            self._known[key] = min(
-                ways * self._shard(model, i, sizes, recompute, whole)
-                for ways, sizes in self._divisions(model.graph.operators[i], most)
-            )
+            shards = self._shards(model, i, recompute)
+            self._known[key] = float((shards.ways * shards.seconds)[shards.needed <= most].min())
         return self._known[key]
 
     def _quickest(self, model: MicrobatchModel, i: int, recompute: bool, most: int) -> float:
         """Seconds of the quickest shard of an operator."""
         key = ("quickest", model.kinds[i], recompute, most)
         if key not in self._known:
-            whole = self._models[1].kinds[i]
-            self._known[key] = min(
-                self._shard(model, i, sizes, recompute, whole)
-                for _, sizes in self._divisions(model.graph.operators[i], most)
-            )
+            shards = self._shards(model, i, recompute)
+            self._known[key] = float(shards.seconds[shards.needed <= most].min())
         return self._known[key]
 
-    def _divisions(self, operator: Operator, most: int) -> Iterator[tuple[int, dict[str, int]]]:
-        """Into how many shards an operator may be cut, and the sizes of the largest of them."""
-        cluster = self._models.situation.cluster
-        lengths = {dim.name: dim.size for dim in operator.dims if not dim.whole and dim.size > 1}
-        sizes = tuple(size for size in all_stage_sizes(cluster) if size <= most)
-        for cut in _cuts(tuple(lengths.items()), sizes, axes_of(cluster)):
-            config, shape = tuple(Shard(name) for name, _ in cut), tuple(ways for _, ways in cut)
-            yield math.prod(shape), local_sizes(operator, config, shape)
+    def _shards(self, model: MicrobatchModel, i: int, recompute: bool) -> _Shards:
+        """Every shard that an operator may be cut into, priced."""
+        key = (model.kinds[i], recompute)
+        if key not in self._priced:
+            self._models.situation.clock.check()
+            operator = model.graph.operators[i]
+            ways, needed, sizes = self._divisions(operator)
+            try:
+                seconds = self._all_seconds(model, i, recompute, sizes)
+            except TypeError:
+                seconds = self._each_seconds(model, i, recompute, sizes)
+            self._priced[key] = _Shards(ways, needed, seconds)
+        return self._priced[key]
 
-    def _shard(
-        self, model: MicrobatchModel, i: int, sizes: dict[str, int], recompute: bool, whole: Any
-    ) -> float:
-        """Seconds of a shard; one of a microbatch is as long as one of the batch of its sizes."""
-        key = (whole, tuple(sizes.values()), recompute)
-        if key not in self._known:
-            self._known[key] = self._shard_seconds(model, i, sizes, recompute)
-        return self._known[key]
+    def _divisions(self, operator: Operator) -> tuple[Floats, Ints, dict[str, Floats]]:
+        """Into how many shards an operator may be cut, on how many devices, and the largest's
+        sizes."""
+        free = [dim for dim in operator.dims if not dim.whole and dim.size > 1]
+        largest = self._sizes[-1]
+        lengths = tuple(min(dim.size, largest) for dim in free)
+        if lengths not in self._cuts:
+            most = axes_of(self._models.situation.cluster)
+            self._cuts[lengths] = _cuts(lengths, self._sizes, most)
+        cuts, needed = self._cuts[lengths]
+        sizes = {dim.name: np.full(len(cuts), float(dim.size)) for dim in operator.dims}
+        for dim, ways in zip(free, cuts.T, strict=True):
+            for name in operator.cut_by.get(dim.name, ()):
+                sizes[name] = np.ceil(sizes[name] / ways)
+        return cuts.prod(axis=1).astype(np.float64), needed, sizes
+
+    def _all_seconds(
+        self, model: MicrobatchModel, i: int, recompute: bool, sizes: dict[str, Floats]
+    ) -> Floats:
+        """Seconds of shards on the device that does best, priced at once.
+
+        Raises:
+            TypeError: they are priced one by one.
+        """
+        if self._asked:
+            raise TypeError("which ways to run there are depends on the sizes of a shard")
+        found = np.full(len(next(iter(sizes.values()))), np.inf)
+        for builder in self._builders(model):
+            there, back = builder.all_shard_seconds(i, sizes)
+            found = np.minimum(found, there + back + (there if recompute else 0.0))
+        return found
+
+    def _each_seconds(
+        self, model: MicrobatchModel, i: int, recompute: bool, sizes: dict[str, Floats]
+    ) -> Floats:
+        """The same one by one; a shard of a microbatch is as long as one of the batch."""
+        kind = self._models[1].kinds[i], recompute
+        lines = np.stack(list(sizes.values()), axis=1).astype(np.int64).tolist()
+        for line in map(tuple, lines):
+            if (*kind, line) not in self._known:
+                shard = dict(zip(sizes, line, strict=True))
+                self._known[*kind, line] = self._shard_seconds(model, i, shard, recompute)
+        return np.array([self._known[*kind, tuple(line)] for line in lines])
 
     def _shard_seconds(
         self, model: MicrobatchModel, i: int, sizes: dict[str, int], recompute: bool
@@ -315,25 +353,38 @@ def _shares(num_devices: int, num_ranks: int, num_microbatches: int) -> float:
     return num_devices - num_ranks + 1 + sum(later)
 
 
-Cut = tuple[tuple[str, int], ...]
-"""Dims and into how many parts each is cut."""
+class _Shards(NamedTuple):
+    """The shards that an operator may be cut into.
 
-
-def _cuts(lengths: Cut, sizes: tuple[int, ...], most: int) -> Iterator[Cut]:
-    """How dims of some lengths may be cut on meshes of some sizes, at most so many at once.
-
-    Of cuts that leave a dim equally long the one into fewest parts is enough.
+    Attributes:
+        ways: into how many it is cut, for each.
+        needed: the fewest devices of a stage on which it may be.
+        seconds: of one shard.
     """
-    if not lengths or most == 0:
-        yield ()
-        return
-    (name, length), *rest = lengths
-    yield from _cuts(tuple(rest), sizes, most)
-    known = {length}
-    for ways in sorted({d for size in sizes for d in range(2, size + 1) if size % d == 0}):
-        left = -(-length // ways)
-        if ways <= length and left not in known:
-            known.add(left)
-            inside = tuple({size // ways for size in sizes if size % ways == 0})
-            for cut in _cuts(tuple(rest), inside, most - 1):
-                yield ((name, ways), *cut)
+
+    ways: Floats
+    needed: Ints
+    seconds: Floats
+
+
+def _cuts(lengths: tuple[int, ...], sizes: tuple[int, ...], most: int) -> tuple[Ints, Ints]:
+    """How dims of some lengths may be cut, at most so many at once, on meshes of some sizes.
+
+    A cut's parts divide the devices of a mesh. Returns the parts of each dim, a line for each cut,
+    and the smallest mesh for it.
+    """
+    needed = {
+        parts: next(size for size in sizes if size % parts == 0)
+        for parts in sorted({d for size in sizes for d in range(1, size + 1) if size % d == 0})
+    }
+    found: list[tuple[tuple[int, ...], int]] = [((), 1)]
+    for length in lengths:
+        may_be = [ways for ways in needed if ways <= length]
+        found = [
+            ((*cut, ways), ways * parts)
+            for cut, parts in found
+            for ways in (may_be if len(cut) - cut.count(1) < most else (1,))
+            if ways * parts in needed
+        ]
+    cuts = np.array([cut for cut, _ in found], dtype=np.int64).reshape(len(found), len(lengths))
+    return cuts, np.array([needed[parts] for _, parts in found])

@@ -162,14 +162,14 @@ class ComputingBounds:
         listed = (kind, shape)
         if listed not in self._shards:
             self._shards[listed] = self._different(graph, operator, shape, inside=inside)
-        best = float("inf")
-        for shard, choice in self._shards[listed].items():
-            same = (kind, types, shard, recompute, *where)
-            if same not in self._priced:
-                run = replace(choice, recompute=True) if recompute else choice
-                self._priced[same] = builder.pass_seconds(i, run)
-            best = min(best, self._priced[same])
-        return best
+        runs = {
+            (kind, types, shard, recompute, *where): choice
+            for shard, choice in self._shards[listed].items()
+        }
+        unknown = [same for same in runs if same not in self._priced]
+        asked = [replace(runs[same], recompute=recompute) for same in unknown]
+        self._priced.update(zip(unknown, builder.pass_seconds(i, asked), strict=True))
+        return min((self._priced[same] for same in runs), default=float("inf"))
 
     def _different(
         self, graph: OperatorGraph, operator: Operator, shape: tuple[int, ...], *, inside: bool

@@ -249,7 +249,7 @@ def _operator_seconds(
     """Both passes of each operator, whole, on the first device."""
     mesh = DeviceMesh((MeshAxis("device", 1),), (0,))
     builder = TableBuilder(graph, mesh, cluster, training, costs)
-    return [builder.pass_seconds(i, Choice((REPLICATE,))) for i in layers]
+    return [builder.pass_seconds(i, [Choice((REPLICATE,))])[0] for i in layers]
 
 
 def _cut_seconds(

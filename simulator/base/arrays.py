@@ -9,6 +9,8 @@ Ints = npt.NDArray[np.int64]
 """Numbers of things, nanoseconds, bytes."""
 Floats = npt.NDArray[np.float64]
 """Seconds, shares, weights."""
+Amounts = float | Floats
+"""One number or many, wherever the same arithmetic holds of both."""
 Flags = npt.NDArray[np.bool_]
 """One yes or no each."""
 Records = npt.NDArray[np.void]

@@ -1,4 +1,4 @@
-"""The time of one matrix product (numba): scalars and one vector of constants in, seconds out."""
+"""The time of matrix products (numba): their sizes and one vector of constants in, seconds out."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ DEPTH_STEP = 32
 
 
 DeviceRates = tuple[float, float, float]
-"""Processors of a device, FLOP/s of all of them, bytes/s of its memory.
-
-Without names: a kernel called from Python takes a microsecond longer for a tuple with names, and
-this one is called 60,000 times in a search.
-"""
+"""Processors of a device, FLOP/s of all of them, bytes/s of its memory."""
 
 
 @kernel(cache=True)
@@ -81,3 +77,24 @@ def product_seconds(
                 break
     seconds: float = best + constants[8]
     return seconds
+
+
+@kernel(cache=True)
+def all_product_seconds(
+    products: Floats, flop_rates: Floats, units: float, byte_rate: float, constants: Floats
+) -> Floats:
+    """Seconds of many products, each at a rate of its own.
+
+    Args:
+        products: a line each: rows, columns, depth, batch, bytes moved.
+        flop_rates: FLOP/s of all processors together, for each product.
+        units: processors of the device.
+        byte_rate: bytes/s of its memory.
+        constants: see `product_seconds`.
+    """
+    found = np.empty(len(products))
+    for k in range(len(products)):
+        rows, columns, depth = products[k, 0], products[k, 1], products[k, 2]
+        batch, moved, rates = products[k, 3], products[k, 4], (units, flop_rates[k], byte_rate)
+        found[k] = product_seconds(rows, columns, depth, batch, moved, rates, constants)
+    return found

@@ -9,8 +9,11 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy as np
+
+from stratagem.simulator.base.arrays import Amounts, Floats
 from stratagem.simulator.graph.image_splits import with_halos
 from stratagem.simulator.hardware.core_pace import OF_OTHERS, OF_PRODUCTS, Pace
 from stratagem.simulator.hardware.device_type import DeviceType
@@ -58,6 +61,23 @@ class Cost:
     relative_error: float
 
 
+class Costs(NamedTuple):
+    """What one shard of an operator costs, or each of many: then `seconds` are an array."""
+
+    seconds: Amounts
+    source: CostSource
+    relative_error: float
+
+    @property
+    def of_one(self) -> Cost:
+        """As the cost of a single shard."""
+        return Cost(float(self.seconds), self.source, self.relative_error)
+
+
+Columns = Mapping[str, Floats]
+"""By dim, its local size in each of many shards of an operator."""
+
+
 class CostModel(Protocol):
     """Prices operators and parameter updates on one device."""
 
@@ -91,6 +111,52 @@ class LaunchTimes(Protocol):
     ) -> float | None:
         """Seconds of the host for one pass over an operator of local `sizes`; None if unknown."""
         ...
+
+
+@runtime_checkable
+class CostsOfMany(Protocol):
+    """A cost model that prices many shards of an operator at once, as `operator_cost` does each.
+
+    A kind of operator whose functions look at a single number cannot be priced so, and numpy
+    says so: its shards are priced one by one.
+    """
+
+    def operator_costs(
+        self,
+        operator: Operator,
+        sizes: Columns,
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Costs:
+        """Times of one pass over shards of an operator.
+
+        Raises:
+            TypeError: functions of its kind are about single numbers.
+            ValueError: the same.
+        """
+        ...
+
+
+def costs_of_many(costs: CostModel) -> CostsOfMany | None:
+    """A cost model as what prices many shards at once; None where it does not.
+
+    Nor does one that inherits this, and has another `operator_cost` of its own.
+
+    Example:
+        >>> class Slower(RooflineCosts):
+        ...     def operator_cost(self, *asked):
+        ...         return replace(super().operator_cost(*asked), seconds=1.0)
+        >>> costs_of_many(RooflineCosts()), costs_of_many(Slower())
+        (<RooflineCosts: arithmetic or memory, whichever takes longer>, None)
+    """
+    for holder in (costs, *type(costs).__mro__):
+        own = getattr(holder, "__dict__", {})
+        if "operator_costs" in own:
+            return costs if isinstance(costs, CostsOfMany) else None
+        if "operator_cost" in own:
+            return None
+    return None
 
 
 @runtime_checkable
@@ -144,6 +210,20 @@ def _summed(operator: Operator, sizes: Mapping[str, int]) -> tuple[int, ...]:
     )
 
 
+def as_sizes(columns: Columns) -> Mapping[str, int]:
+    """Sizes of many shards, for functions of the sizes of one: what they do, numpy does of many.
+
+    Example:
+        >>> from stratagem.simulator.graph.models import mlp
+        >>> layer = mlp([8, 4], batch=2).operator("layers.0")
+        >>> rows = {"sample": np.array([1.0, 2.0])}
+        >>> columns = {name: np.full(2, float(size)) for name, size in layer.sizes.items()} | rows
+        >>> kind_of(layer).flops(layer, as_sizes(columns)).tolist()
+        [64.0, 128.0]
+    """
+    return cast("Mapping[str, int]", columns)
+
+
 def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Training) -> int:
     """Bytes of all inputs, weights and outputs of one pass."""
     elements = training.bytes_of("float32")
@@ -188,12 +268,34 @@ class RooflineCosts:
         device: DeviceType,
     ) -> Cost:
         """See `CostModel`."""
+        return self.costs(operator, sizes, direction, training, device).of_one
+
+    def operator_costs(
+        self,
+        operator: Operator,
+        sizes: Columns,
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Costs:
+        """See `CostsOfMany`."""
+        return self.costs(operator, as_sizes(sizes), direction, training, device)
+
+    def costs(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Costs:
+        """Of a shard, or of many whose sizes are arrays."""
         kind = kind_of(operator)
         backward = direction is Direction.BACKWARD
         steps = operator.attributes.get("steps", ())
-        kernels = 1 if training.fused_elementwise else max(1, len(steps))
+        kernels: Amounts = 1 if training.fused_elementwise else max(1, len(steps))
         flops = kind.flops(operator, sizes) * (kind.backward_flops if backward else 1.0)
-        moved = tensor_bytes(operator, sizes, training) * kind.traffic.passes * kernels
+        moved: Amounts = tensor_bytes(operator, sizes, training) * kind.traffic.passes * kernels
         if backward:
             moved, kernels = 2.0 * moved, 2 * kernels
         else:
@@ -201,8 +303,8 @@ class RooflineCosts:
             moved, kernels = moved + rounding.nbytes, kernels + rounding.kernels
         memory = moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
         compute = flops / self._flop_rate(operator, sizes, training, device)
-        seconds = max(compute, memory) + kernels * device.launch_us * 1e-6
-        return Cost(seconds, CostSource.ROOFLINE, self.relative_error)
+        seconds = np.maximum(compute, memory) + kernels * device.launch_us * 1e-6
+        return Costs(seconds, CostSource.ROOFLINE, self.relative_error)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
         """See `CostModel` and `Training.update_bytes`."""
@@ -212,7 +314,7 @@ class RooflineCosts:
 
     def _flop_rate(
         self, operator: Operator, sizes: Mapping[str, int], training: Training, device: DeviceType
-    ) -> float:
+    ) -> Amounts:
         product = kind_of(operator).product
         if product is None:
             return device.vector_tflops * 1e12
@@ -221,17 +323,19 @@ class RooflineCosts:
         return device.peak_flops(training.formats.products) * device.matmul_efficiency * filled
 
 
-def tile_efficiency(rows: int, columns: int, batch: int, device: DeviceType) -> float:
+def tile_efficiency(
+    rows: Amounts, columns: Amounts, batch: Amounts, device: DeviceType
+) -> Amounts:
     """Share of the device that the best of a few tilings of a matrix product keeps busy.
 
     A product is cut into tiles, and all units work on one tile each at a time. Halved tiles fill
     better but reuse less, which costs a fifth.
     """
-    best = 0.0
+    best: Amounts = 0.0
     for edges, reuse in (((1, 1), 1.0), ((1, 2), 0.9), ((2, 2), 0.8)):
         tall, wide = (max(1, device.tile // edge) for edge in edges)
-        tiles = math.ceil(rows / tall) * math.ceil(columns / wide) * batch
-        waves = math.ceil(tiles / device.num_units)
+        tiles = np.ceil(rows / tall) * np.ceil(columns / wide) * batch
+        waves = np.ceil(tiles / device.num_units)
         useful = rows * columns * batch / (waves * device.num_units * tall * wide)
-        best = max(best, useful * reuse)
+        best = np.maximum(best, useful * reuse)
     return best

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
+import numpy as np
+
+from stratagem.simulator.base.arrays import Amounts
 from stratagem.simulator.base.precision import FORMATS
 from stratagem.simulator.hardware.device_type import (
     AttentionConstants,
@@ -18,11 +20,14 @@ from stratagem.simulator.hardware.device_type import (
     MemoryConstants,
 )
 from stratagem.simulator.kernel_times.cost_model import (
+    Columns,
     Cost,
     CostModel,
+    Costs,
     CostSource,
     Direction,
     RooflineCosts,
+    as_sizes,
 )
 from stratagem.simulator.kernel_times.matrix_products import Multiplier
 from stratagem.simulator.kernel_times.memory_traffic import (
@@ -77,18 +82,40 @@ class KernelModelCosts:
         device: DeviceType,
     ) -> Cost:
         """See `CostModel`."""
+        return self._costs(operator, sizes, direction, training, device).of_one
+
+    def operator_costs(
+        self,
+        operator: Operator,
+        sizes: Columns,
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Costs:
+        """See `CostsOfMany`."""
+        return self._costs(operator, as_sizes(sizes), direction, training, device)
+
+    def _costs(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Costs:
+        """Of a shard, or of many whose sizes are arrays."""
         given = (operator, sizes, direction, training, device)
         product = kind_of(operator).product
         if product is None:
             if device.memory is None:
-                return self._roofline.operator_cost(*given)
+                return self._roofline.costs(*given)
             return _traffic_cost(*given, device.memory)
         if product.fused and device.attention is not None:
             cost = _attention_cost(*given, device.attention)
         elif not product.fused and training.formats.products in device.products:
             cost = _product_cost(*given)
         else:
-            return self._roofline.operator_cost(*given)
+            return self._roofline.costs(*given)
         return cost if direction is Direction.BACKWARD else _rounded_first(cost, *given)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
@@ -96,7 +123,7 @@ class KernelModelCosts:
         if device.memory is None:
             return self._roofline.update_cost(num_parameters, training, device)
         moved = Moved(float(num_parameters * training.update_bytes), 1)
-        return _memory_cost(moved, "elementwise", device, device.memory)
+        return _memory_cost(moved, "elementwise", device, device.memory).of_one
 
 
 def default_costs() -> CostModel:
@@ -127,18 +154,18 @@ def costs_or_default(costs: CostModel | None) -> CostModel:
 
 def memory_seconds(
     moved: Moved, share: float, device: DeviceType, memory: MemoryConstants
-) -> float:
+) -> Amounts:
     """Time of kernels that move bytes at a share of the bandwidth; the first ones stay in L2."""
-    near = min(moved.nbytes, memory.l2_mib * 2**20 * max(1, moved.kernels))
+    near = np.minimum(moved.nbytes, memory.l2_mib * 2**20 * np.maximum(1, moved.kernels))
     counted = moved.nbytes - near + near / memory.l2_gain
     rate = device.memory_bandwidth_gb_s * 1e9 * share
     return counted / rate + moved.kernels * memory.launch_us * 1e-6
 
 
-def _memory_cost(moved: Moved, family: str, device: DeviceType, memory: MemoryConstants) -> Cost:
+def _memory_cost(moved: Moved, family: str, device: DeviceType, memory: MemoryConstants) -> Costs:
     seconds = memory_seconds(moved, memory.share(family), device, memory)
     launches = moved.kernels * device.launch_us * 1e-6
-    return Cost(max(seconds, launches), CostSource.FITTED, memory.relative_error)
+    return Costs(np.maximum(seconds, launches), CostSource.FITTED, memory.relative_error)
 
 
 def _traffic_cost(
@@ -148,7 +175,7 @@ def _traffic_cost(
     training: Training,
     device: DeviceType,
     memory: MemoryConstants,
-) -> Cost:
+) -> Costs:
     """What an operator that moves bytes takes at its family's share of the bandwidth."""
     backward = direction is Direction.BACKWARD
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
@@ -157,19 +184,19 @@ def _traffic_cost(
 
 
 def _rounded_first(
-    cost: Cost,
+    cost: Costs,
     operator: Operator,
     sizes: Mapping[str, int],
     direction: Direction,
     training: Training,
     device: DeviceType,
-) -> Cost:
+) -> Costs:
     """The cost of a forward pass whose operands are rounded before, where they are."""
     moved = rounding_moved(operator, sizes, training)
     if not moved.kernels or device.memory is None:
         return cost
     added = _memory_cost(moved, "elementwise", device, device.memory)
-    return replace(cost, seconds=cost.seconds + added.seconds)
+    return cost._replace(seconds=cost.seconds + added.seconds)
 
 
 def _product_cost(
@@ -178,12 +205,13 @@ def _product_cost(
     direction: Direction,
     training: Training,
     device: DeviceType,
-) -> Cost:
+) -> Costs:
     multiplied = training.formats.products
     constants = device.products[multiplied]
     multiplier = Multiplier(device, multiplied, FORMATS[multiplied].nbytes, constants)
     products = product_of(operator).count(operator)
     made = training.parameter_bytes * math.prod(shape_of(operator.outputs[0].layout, sizes))
+    kernels: Amounts
     if direction is Direction.FORWARD:
         seconds, kernels = multiplier.forward(operator, sizes), products
         added = Moved(3.0 * (products - 1) * made, products - 1)
@@ -194,12 +222,12 @@ def _product_cost(
     else:
         seconds, kernels = multiplier.backward(operator, sizes), 2 * products
         summed = bias_gradient_bytes(operator, sizes, training)
-        if summed and device.memory is not None:
+        if np.any(summed) and device.memory is not None:
             share = device.memory.share("elementwise")
             seconds += memory_seconds(Moved(summed, 1), share, device, device.memory)
             kernels += 1
-    seconds = max(seconds, kernels * device.launch_us * 1e-6)
-    return Cost(seconds, CostSource.FITTED, constants.relative_error)
+    seconds = np.maximum(seconds, kernels * device.launch_us * 1e-6)
+    return Costs(seconds, CostSource.FITTED, constants.relative_error)
 
 
 def _attention_cost(
@@ -209,7 +237,7 @@ def _attention_cost(
     training: Training,
     device: DeviceType,
     constants: AttentionConstants,
-) -> Cost:
+) -> Costs:
     """Two products of forward, five of backward, at the share of the peak for the head dim.
 
     On the diagonal of a causal mask whole tiles are computed. Dao 2023 has the figures.
@@ -217,31 +245,35 @@ def _attention_cost(
     query = math.prod(sizes[n] for n in operator.outputs[0].layout[-2])
     head = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
     keys = math.prod(sizes[n] for n in operator.inputs[1].layout[-2])
-    padded = HEAD_DIM_STEP * math.ceil(head / HEAD_DIM_STEP)
+    padded = HEAD_DIM_STEP * np.ceil(head / HEAD_DIM_STEP)
     backward = direction is Direction.BACKWARD
-    share = constants.backward if backward else constants.forward
-    share *= _saturation(padded, constants.head_dim) / _saturation(128, constants.head_dim)
-    share *= FLASH_SHARES[training.flash_version][backward]
-    share *= head / padded * keys / (keys + constants.keys)
+    share: Amounts = constants.backward if backward else constants.forward
+    half = constants.head_dim
+    share = share * (_saturation(padded, half) / _saturation(128, half))
+    share = share * FLASH_SHARES[training.flash_version][backward]
+    share = share * (head / padded * keys / (keys + constants.keys))
     flops = kind_of(operator).flops(operator, sizes)
     if operator.attributes.get("causal"):
-        flops *= (max(query, keys) + ATTENTION_TILE) / max(query, keys)
-    flops *= FLASH_BACKWARD_FLOPS if backward else 1.0
+        longest = np.maximum(query, keys)
+        flops = flops * ((longest + ATTENTION_TILE) / longest)
+    flops = flops * (FLASH_BACKWARD_FLOPS if backward else 1.0)
     busy = _busy(operator, query, sizes, device)
     seconds = flops / (device.peak_flops(training.formats.products) * share * busy)
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
     if device.memory is not None:
-        share = device.memory.share("elementwise")
-        seconds = max(seconds, memory_seconds(moved, share, device, device.memory))
-    seconds = max(seconds, moved.kernels * device.launch_us * 1e-6)
-    return Cost(seconds, CostSource.FITTED, constants.relative_error)
+        rate = device.memory.share("elementwise")
+        seconds = np.maximum(seconds, memory_seconds(moved, rate, device, device.memory))
+    seconds = np.maximum(seconds, moved.kernels * device.launch_us * 1e-6)
+    return Costs(seconds, CostSource.FITTED, constants.relative_error)
 
 
-def _saturation(size: float, half: float) -> float:
+def _saturation(size: Amounts, half: float) -> Amounts:
     return size / (size + half)
 
 
-def _busy(operator: Operator, query: int, sizes: Mapping[str, int], device: DeviceType) -> float:
+def _busy(operator: Operator, query: int, sizes: Mapping[str, int], device: DeviceType) -> Amounts:
     """Share of the processors that tiles of queries keep busy, when they do not fill them."""
     heads = math.prod(sizes[n] for n in factors(operator.outputs[0].layout[:-2]))
-    return min(1.0, heads * math.ceil(query / ATTENTION_TILE) / device.num_units)
+    tiles = heads * np.ceil(query / ATTENTION_TILE)
+    busy: Amounts = np.minimum(1.0, tiles / device.num_units)
+    return busy

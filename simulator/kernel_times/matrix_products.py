@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from stratagem.simulator.base.arrays import Amounts
 from stratagem.simulator.hardware.device_type import DeviceType, ProductConstants
-from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
+from stratagem.simulator.kernel_times._matrix_product_time import all_product_seconds
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, product_of
 from stratagem.simulator.operators.operator import Operator, shape_of
 
@@ -19,11 +22,11 @@ ALIGNED_BYTES = 16
 class Product(NamedTuple):
     """`batch` products of (rows × depth) by (depth × columns); `elements` are what they move."""
 
-    rows: int
-    columns: int
-    depth: int
-    batch: int
-    elements: int
+    rows: Amounts
+    columns: Amounts
+    depth: Amounts
+    batch: Amounts
+    elements: Amounts
 
 
 @dataclass(frozen=True)
@@ -43,28 +46,31 @@ class Multiplier:
     itemsize: int
     constants: ProductConstants
 
-    def seconds(self, product: Product, gain: float = 1.0, *, aligned: bool = True) -> float:
-        """Time of one kernel whose arithmetic runs at `gain` times the usual rate."""
-        constants = self.constants
-        batched = product.batch > 1
-        rate = gain * self.device.peak_flops(self.precision)
-        if batched:
-            rate *= constants.batched
-        if not aligned:
-            rate = self.device.vector_tflops * 1e12 if batched else rate * constants.misaligned
-        return float(
-            product_seconds(
-                product.rows,
-                product.columns,
-                product.depth,
-                product.batch,
-                product.elements * self.itemsize,
-                (float(self.device.num_units), rate, self.device.memory_bandwidth_gb_s * 1e9),
-                constants.vector,
-            )
-        )
+    def seconds(self, product: Product, gain: float = 1.0, *, aligned: Amounts = True) -> Amounts:
+        """Time of one kernel whose arithmetic runs at `gain` times the usual rate.
 
-    def forward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
+        Sizes of a product may be arrays: then it is many products, and so is the time.
+        """
+        constants, batched = self.constants, np.greater(product.batch, 1)
+        rate = gain * self.device.peak_flops(self.precision)
+        usual = np.where(batched, rate * constants.batched, rate)
+        slow = np.where(batched, self.device.vector_tflops * 1e12, usual * constants.misaligned)
+        sizes = (*product[:4], product.elements * self.itemsize)
+        rates = np.where(aligned, usual, slow)
+        count = max(map(np.size, (*sizes, rates)))
+        products = np.empty((count, len(sizes)))
+        for place, size in enumerate(sizes):
+            products[:, place] = size
+        found = all_product_seconds(
+            products,
+            np.full(count, rates),
+            float(self.device.num_units),
+            self.device.memory_bandwidth_gb_s * 1e9,
+            constants.vector,
+        )
+        return found if count > 1 else float(found[0])
+
+    def forward(self, operator: Operator, sizes: Mapping[str, int]) -> Amounts:
         """The forward products of an operator."""
         gain = (
             self.constants.winograd
@@ -76,12 +82,12 @@ class Multiplier:
             for product in forward_products(operator, sizes)
         )
 
-    def backward(self, operator: Operator, sizes: Mapping[str, int]) -> float:
+    def backward(self, operator: Operator, sizes: Mapping[str, int]) -> Amounts:
         """The products of both gradients: of the left operand, and of the right one."""
         gain = self.constants.backward
         if product_of(operator).saves_multiplications(operator):
             gain *= self.constants.winograd_backward
-        total = 0.0
+        total: Amounts = 0.0
         for product in forward_products(operator, sizes):
             aligned = self._aligned(product)
             m, n, k = product.rows, product.columns, product.depth
@@ -89,14 +95,17 @@ class Multiplier:
             total += sum(self.seconds(each, gain, aligned=aligned) for each in (left, right))
         return total
 
-    def _aligned(self, product: Product) -> bool:
+    def _aligned(self, product: Product) -> Amounts:
         """Whether every line of the three matrices starts at a multiple of 16 bytes.
 
         A head dim of 108 and 2 bytes does not. Only matrix units care, and so only the lower
         precisions.
         """
         step = ALIGNED_BYTES // self.itemsize
-        return self.itemsize > 2 or (product.columns % step == 0 and product.depth % step == 0)
+        if self.itemsize > 2:
+            return True
+        fits: Amounts = np.logical_and(product.columns % step == 0, product.depth % step == 0)
+        return fits
 
 
 def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Product, ...]:
@@ -104,7 +113,8 @@ def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Prod
     product = product_of(operator)
     rows, columns, batch = product.shape(operator, sizes)
     if not product.per_input:
-        depth = round(kind_of(operator).flops(operator, sizes) / (2 * rows * columns * batch))
+        flops = kind_of(operator).flops(operator, sizes)
+        depth = np.rint(flops / (2 * rows * columns * batch))
         return (Product(rows, columns, depth, batch, _elements(operator, sizes)),)
     made = rows * columns
     depths = [shape_of(read.layout, sizes)[-1] for read in operator.inputs]

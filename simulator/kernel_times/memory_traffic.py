@@ -48,9 +48,9 @@ def num_kernels(operator: Operator, training: Training, *, backward: bool = Fals
         count = product.count(operator)
         if backward:
             return 2 * count + product.has_bias(operator)
-        return 2 * count - 1 + rounding_moved(operator, operator.sizes, training).kernels
+        return 2 * count - 1 + int(rounding_moved(operator, operator.sizes, training).kernels)
     moved = (backward_moved if backward else forward_moved)(operator, operator.sizes, training)
-    return max(1, moved.kernels)
+    return max(1, int(moved.kernels))
 
 
 def rounding_moved(operator: Operator, sizes: Sizes, training: Training) -> Moved:
@@ -61,7 +61,7 @@ def rounding_moved(operator: Operator, sizes: Sizes, training: Training) -> Move
     operands = _operands(operator)
     scalars = sum(num_elements(layout, sizes) for layout in operands)
     each = FORMATS[formats.storage].nbytes + FORMATS[formats.products].nbytes
-    return Moved(float(scalars * each), len(operands))
+    return Moved(1.0 * scalars * each, len(operands))
 
 
 def rounded_bytes(operator: Operator, sizes: Sizes, training: Training) -> int:
@@ -91,4 +91,4 @@ def bias_gradient_bytes(operator: Operator, sizes: Sizes, training: Training) ->
     product = kind_of(operator).product
     if product is None or not product.has_bias(operator):
         return 0.0
-    return float(training.parameter_bytes * output_size(operator, sizes))
+    return 1.0 * training.parameter_bytes * output_size(operator, sizes)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.graph.checkpoint_segments import run_again
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
@@ -33,7 +33,7 @@ from stratagem.simulator.graph.placement import (
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.hardware.resources import HOST
-from stratagem.simulator.kernel_times.cost_model import CostModel
+from stratagem.simulator.kernel_times.cost_model import Columns, CostModel
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots
 from stratagem.simulator.operators.operator import (
@@ -268,16 +268,16 @@ class TableBuilder:
             tie_rows=tuple(self._tie_row(*tie, choices) for tie in ties),
         )
 
-    def pass_seconds(self, i: int, choice: Choice) -> float:
+    def pass_seconds(self, i: int, choices: Sequence[Choice]) -> list[float]:
         """Forward and backward pass of an operator, all pieces, and forward again if recomputed.
 
         What is fused into a conversion is not counted.
 
         Args:
             i: index of the operator in the graph.
-            choice: one that it can have on the builder's mesh.
+            choices: that it can have on the builder's mesh.
         """
-        return self._pricer.pass_seconds(i, choice)
+        return self._pricer.pass_seconds(i, choices)
 
     def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
         """The same for a shard of an operator, alone on a device of the builder's mesh.
@@ -288,6 +288,18 @@ class TableBuilder:
             sizes: of the shard, by dim.
         """
         return self._pricer.shard_seconds(i, choice, sizes)
+
+    def all_shard_seconds(self, i: int, sizes: Columns) -> tuple[Floats, Floats]:
+        """Forward and backward pass of many shards at once, each run whole.
+
+        Args:
+            i: index of the operator in the graph.
+            sizes: of the shards, by dim.
+
+        Raises:
+            TypeError: they cannot be priced at once; `shard_seconds` says what each takes.
+        """
+        return self._pricer.all_shard_seconds(i, sizes)
 
     def _is_priced(self, edge: Edge, inside: set[int]) -> bool:
         """Whether an edge into the stage is: not one from a source, a slice of what all have."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
@@ -29,10 +29,13 @@ from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
 from stratagem.simulator.kernel_times.cost_model import (
+    Columns,
     Cost,
     CostModel,
+    CostsOfMany,
     Direction,
     LaunchTimes,
+    costs_of_many,
     tile_efficiency,
 )
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
@@ -67,6 +70,9 @@ Priced = tuple[float, int]
 """Seconds, and the mask of the resources that they occupy."""
 
 IDLE: Priced = (0.0, 0)
+
+FEW_SHARDS = 4
+"""So many are priced at once at least: fewer are priced as fast one by one."""
 
 _MUON = "bfloat16"
 """In which Muon multiplies matrices."""
@@ -115,7 +121,7 @@ class OperatorPricer:
         # ZeRO changes nothing about passes, recompute and pieces nothing about parameters.
         passed = {_PASSED_BY(choice): choice for choice in reversed(choices)}
         placed = {_MOVED_BY(choice): choice for choice in reversed(choices)}
-        passing = {key: self._passes(i, choice, joined) for key, choice in passed.items()}
+        passing = dict(zip(passed, self._all_passes(i, passed.values(), joined), strict=True))
         moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
         passes = [passing[_PASSED_BY(choice)] for choice in choices]
         moved = [moving[_MOVED_BY(choice)] for choice in choices]
@@ -201,28 +207,59 @@ class OperatorPricer:
         """What the host takes to launch a forward pass, where the cluster says so."""
         return self._launch(i, choice, Direction.FORWARD)[0]
 
-    def pass_seconds(self, i: int, choice: Choice) -> float:
+    def pass_seconds(self, i: int, choices: Sequence[Choice]) -> list[float]:
         """Forward and backward pass, all pieces, and the forward pass that is repeated."""
-        return _pass_seconds(self._passes(i, choice), choice)
+        return list(map(_pass_seconds, self._all_passes(i, choices), choices))
 
     def shard_seconds(self, i: int, choice: Choice, sizes: Mapping[str, int]) -> float:
         """The same for a shard of some sizes, alone: nothing is exchanged inside the operator."""
-        return _pass_seconds(self._passes(i, choice, shard=sizes), choice)
+        return _pass_seconds(self._passes(i, choice, sizes), choice)
+
+    def all_shard_seconds(self, i: int, sizes: Columns) -> tuple[Floats, Floats]:
+        """Forward and backward pass of many shards, each run whole: what `shard_seconds` adds up.
+
+        Raises:
+            TypeError: they cannot be priced at once.
+        """
+        operator = self.graph.operators[i]
+        there, back = (self._many(operator, sizes, direction) for direction in Direction)
+        if there is None or back is None:
+            raise TypeError(f"operator {operator.name!r}: its shards are priced one by one")
+        waits = 1 + self.wait
+        share = self._backward_share(i) if self.graph.needs_gradient[i] else 0.0
+        return there[0] * waits, back[0] * waits * share
+
+    def _all_passes(
+        self,
+        i: int,
+        choices: Collection[Choice],
+        joined: JoinedInputs = JoinedInputs(),  # noqa: B008
+    ) -> list[_Passes]:
+        """The passes of an operator under each of some choices."""
+        operator = self.graph.operators[i]
+        if operator.is_source:
+            return [_Passes()] * len(choices)
+        shards = [local_sizes(operator, choice.config, self.mesh.shape) for choice in choices]
+        if len(shards) >= FEW_SHARDS:
+            pieces = [
+                self._piece_sizes(operator, sizes, choice)
+                for sizes, choice in zip(shards, choices, strict=True)
+            ]
+            self._learn(operator, pieces, Direction.FORWARD)
+            if self.graph.needs_gradient[i]:
+                self._learn(operator, pieces, Direction.BACKWARD)
+        both = zip(choices, shards, strict=True)
+        return [self._passes(i, choice, sizes, joined) for choice, sizes in both]
 
     def _passes(
         self,
         i: int,
         choice: Choice,
+        sizes: Mapping[str, int],
         joined: JoinedInputs = JoinedInputs(),  # noqa: B008
-        shard: Mapping[str, int] | None = None,
     ) -> _Passes:
-        """The passes of an operator; of a shard of it, whose choice has no config, if given."""
+        """The passes of an operator's shard of some sizes."""
         operator = self.graph.operators[i]
-        if operator.is_source:
-            return _Passes()
-        if shard is None:
-            shard = local_sizes(operator, choice.config, self.mesh.shape)
-        sizes = shard
         piece = self._piece_sizes(operator, sizes, choice)
         seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
         comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)
@@ -231,8 +268,7 @@ class OperatorPricer:
         backward, weight = IDLE, IDLE
         if self.graph.needs_gradient[i]:
             spent = self._slowest(operator, piece, Direction.BACKWARD)[0] / share
-            if not makes_input_gradients(self.graph, i):
-                spent *= kind_of(operator).weight_share or 1.0
+            spent *= self._backward_share(i)
             backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
             weight = (spent * weight_share(self.graph, i), COMPUTE)
         whole = IDLE
@@ -252,6 +288,12 @@ class OperatorPricer:
             relative_error=error,
             source=source,
         )
+
+    def _backward_share(self, i: int) -> float:
+        """The part of backward that runs: without gradients of inputs that of weights alone."""
+        if makes_input_gradients(self.graph, i):
+            return 1.0
+        return kind_of(self.graph.operators[i]).weight_share or 1.0
 
     def _launch(self, i: int, choice: Choice, direction: Direction) -> Priced:
         """What the host takes to launch a pass, where the cluster says so."""
@@ -315,6 +357,45 @@ class OperatorPricer:
             self.known[key] = self._cost(operator, sizes, direction)
         seconds, error, source = self.known[key]
         return seconds * (1 + self.wait), error, source
+
+    def _learn(
+        self, operator: Operator, shards: Iterable[Mapping[str, int]], direction: Direction
+    ) -> None:
+        """Price those of some shards that are not known at once, where that can be."""
+        loaded = with_loads(operator, self.training.expert_loads)
+        kind, forward = self.number(loaded.signature), direction is Direction.FORWARD
+        keyed = {(kind, tuple(each.values()), forward, self._types): each for each in shards}
+        unknown = [key for key in keyed if key not in self.known]
+        if len(unknown) < FEW_SHARDS:
+            return
+        sizes = np.array([key[1] for key in unknown], dtype=np.float64)
+        columns = dict(zip(keyed[unknown[0]], np.ascontiguousarray(sizes.T), strict=True))
+        if (found := self._many(operator, columns, direction)) is not None:
+            seconds, error, source = found
+            for key, each in zip(unknown, seconds.tolist(), strict=True):
+                self.known[key] = each, error, source
+
+    def _many(
+        self, operator: Operator, sizes: Columns, direction: Direction
+    ) -> tuple[Floats, float, str] | None:
+        """What `_cost` says of many shards at once; None where they are priced one by one."""
+        if self._costs_of_many is None or len(self.devices) > 1:
+            return None
+        operator = with_loads(operator, self.training.expert_loads)
+        scale = self.calibration.scale(matmul=kind_of(operator).product is not None)
+        device = self.calibration.device(self.devices[0], scale)
+        given = operator, sizes, direction, self.training, device
+        try:
+            found = self._costs_of_many.operator_costs(*given)
+        except (TypeError, ValueError):  # Of single numbers alone; what is wrong is told there.
+            return None
+        corrected = found.seconds if found.source.is_timed else found.seconds * scale
+        seconds = np.full(next(map(len, sizes.values()), 1), corrected)
+        return seconds, found.relative_error, found.source.value
+
+    @cached_property
+    def _costs_of_many(self) -> CostsOfMany | None:
+        return costs_of_many(self.costs)
 
     def _cost(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
@@ -469,7 +550,7 @@ class OperatorPricer:
         seconds = max(
             flops
             / (device.peak_flops(_MUON) * device.matmul_efficiency)
-            / tile_efficiency(min(shape), max(shape), 1, device)
+            / float(tile_efficiency(min(shape), max(shape), 1, device))
             for device in self.devices
         )
         return _add(gather, (seconds * self.calibration.scale(matmul=True), COMPUTE))

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from stratagem.simulator.base.arrays import Amounts
 from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
     OperatorRole,
@@ -59,16 +62,16 @@ class _Chain:
         ]
         self.operator = operator
         self.item = choice.parameter_bytes
-        self.whole = float(self.item * output_size(operator, sizes))
+        self.whole = 1.0 * self.item * output_size(operator, sizes)
         self.sizes = sizes
 
     def nbytes(self, reference: list[Any]) -> float:
         """Bytes of what a reference stands for; a step's result is as large as the output."""
         kind, which = reference
         if kind == "in":
-            return float(self.item * num_elements(self.operator.inputs[which].layout, self.sizes))
+            return 1.0 * self.item * num_elements(self.operator.inputs[which].layout, self.sizes)
         if kind == "weight":
-            return float(self.item * num_elements(self.operator.weights[which].layout, self.sizes))
+            return 1.0 * self.item * num_elements(self.operator.weights[which].layout, self.sizes)
         return self.whole
 
     def mask(self, function: str) -> float:
@@ -110,24 +113,31 @@ class BySteps:
             saved += (kept.output(operator) + masks / chain.item) * chain.whole
             made = sum(chain.nbytes(["in", i]) for i in range(len(operator.inputs)))
             return Moved(chain.whole + saved + made, 1)
-        total, kernels = 0.0, 0
+        total: Amounts = 0.0
+        kernels: Amounts = 0
         for function, read_by in chain.steps:
             nbytes, count = _step_backward(chain, function, read_by)
             total, kernels = total + nbytes, kernels + count
         return Moved(total, kernels)
 
 
-def _step_backward(chain: _Chain, function: str, references: list[list[Any]]) -> tuple[float, int]:
+def _step_backward(
+    chain: _Chain, function: str, references: list[list[Any]]
+) -> tuple[Amounts, Amounts]:
     """Each operand's gradient reads that of the result and what was saved, and is written.
 
     A broadcast operand's is summed up on top. A sum of two whole tensors closes a residual
     connection: what it hands on is added to the gradient of the other path.
     """
-    total, kernels = 0.0, 0
-    if function in _PASSED_ON and sum(chain.nbytes(r) == chain.whole for r in references) > 1:
-        total, kernels = 3.0 * chain.whole, 1
+    total: Amounts = 0.0
+    kernels: Amounts = 0
+    if function in _PASSED_ON:
+        like_result = sum(np.equal(chain.nbytes(r), chain.whole) for r in references)
+        closes = np.greater(like_result, 1)
+        total, kernels = 3.0 * chain.whole * closes, 1 * closes
     for reference in references:
-        small = chain.nbytes(reference) < chain.whole
+        read = chain.nbytes(reference)
+        small = np.less(read, chain.whole)
         if function not in _PASSED_ON:
             saved = (
                 len(references) > 1
@@ -135,15 +145,14 @@ def _step_backward(chain: _Chain, function: str, references: list[list[Any]]) ->
                 or function == "dropout"
                 or function not in _LINEAR
             )
-            kept = (chain.mask(function) or chain.whole) if saved else 0.0
+            kept = chain.mask(function) if function == "dropout" else chain.whole * saved
             total, kernels = total + 2.0 * chain.whole + kept, kernels + 1
-        if small:
-            total, kernels = total + chain.whole + chain.nbytes(reference), kernels + 1
+        total, kernels = total + (chain.whole + read) * small, kernels + small
     return total, kernels
 
 
 def _steps_flops(operator: Operator, sizes: Sizes) -> float:
-    return float(output_size(operator, sizes) * max(1, len(operator.attributes["steps"])))
+    return 1.0 * output_size(operator, sizes) * max(1, len(operator.attributes["steps"]))
 
 
 def _chain_as_source(program: ProgramDraft, made: Remade) -> Reference:

@@ -21,7 +21,8 @@ from stratagem.simulator.operators.saved_tensors import SavedTensors
 
 def _pool_flops(operator: Operator, sizes: Sizes) -> float:
     kernel = operator.attributes["kernel"]
-    return float(output_size(operator, sizes) * kernel[0] * kernel[1])
+    window: int = kernel[0] * kernel[1]
+    return 1.0 * output_size(operator, sizes) * window
 
 
 def _sum(program: ProgramDraft, made: Remade) -> Reference:

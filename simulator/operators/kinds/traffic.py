@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from stratagem.simulator.base.arrays import Amounts
 from stratagem.simulator.operators.operator import Layout, Operator, shape_of
 
 Sizes = Mapping[str, int]
@@ -24,10 +25,10 @@ products, a sum and two copies."""
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes through memory and number of kernels of one pass."""
+    """Bytes through memory and number of kernels of one pass: of a shard, or of many shards."""
 
-    nbytes: float
-    kernels: int
+    nbytes: Amounts
+    kernels: Amounts
 
 
 class KernelChoice(Protocol):
@@ -82,11 +83,12 @@ class EachTensorOnce:
 
     def forward(self, operator: Operator, sizes: Sizes, choice: KernelChoice) -> Moved:
         """See `Traffic`."""
-        return Moved(float(choice.parameter_bytes * _once(operator, sizes)), 1)
+        return Moved(1.0 * choice.parameter_bytes * _once(operator, sizes), 1)
 
     def backward(self, operator: Operator, sizes: Sizes, choice: KernelChoice) -> Moved:
         """See `Traffic`."""
-        return Moved(float(choice.parameter_bytes * _once(operator, sizes)), len(operator.inputs))
+        nbytes = 1.0 * choice.parameter_bytes * _once(operator, sizes)
+        return Moved(nbytes, len(operator.inputs))
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class OfLogits:
         """See `Traffic`."""
         item, logits = choice.parameter_bytes, input_size(operator, sizes)
         if not choice.eager_loss:
-            return Moved(float(item * logits), 1)
+            return Moved(1.0 * item * logits, 1)
         # To float32 and back, where it is not already; logarithms of the softmax are written.
         widened = item + FLOAT32 if item < FLOAT32 else 0
         return Moved((widened + 2.0 * FLOAT32) * logits, 2 if item == FLOAT32 else 3)
@@ -223,7 +225,7 @@ class OfScan:
         return math.ceil(steps / self.chunk), math.ceil(math.log2(min(steps, self.chunk)))
 
     def _states(self, operator: Operator, sizes: Sizes) -> float:
-        return float(math.prod(sizes[dim.name] for dim in operator.dims))
+        return 1.0 * math.prod(sizes[dim.name] for dim in operator.dims)
 
 
 def num_elements(layout: Layout, sizes: Sizes) -> int:

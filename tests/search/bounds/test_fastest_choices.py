@@ -35,7 +35,7 @@ def brute_force(situation: Situation, skeleton: Skeleton) -> float:
     builder = situation.builder(graph, mesh)
     return sum(
         min(
-            builder.pass_seconds(i, choice)
+            builder.pass_seconds(i, [choice])[0]
             for choice in operator_choices(graph, operator, mesh.shape, (0,), Options())
         )
         for i, operator in enumerate(graph.operators)

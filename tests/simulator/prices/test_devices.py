@@ -8,28 +8,42 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.searcher.space.skeletons import Options, operator_choices
 from stratagem.simulator.base.files import encode
 from stratagem.simulator.base.precision import PRECISIONS
 from stratagem.simulator.graph.models import gpt, mlp, resnet
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.hardware.device_type import DeviceType, device_names
 from stratagem.simulator.kernel_times._matrix_product_time import (
     TILE_COLUMNS,
     TILE_ROWS,
     product_seconds,
 )
-from stratagem.simulator.kernel_times.cost_model import Cost, CostSource, Direction, RooflineCosts
+from stratagem.simulator.kernel_times.cost_model import (
+    Cost,
+    CostsOfMany,
+    CostSource,
+    Direction,
+    RooflineCosts,
+    costs_of_many,
+)
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
 from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_products
 from stratagem.simulator.kernel_times.memory_traffic import backward_moved, forward_moved
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
+from stratagem.simulator.pricing.cost_table import TableBuilder
+from stratagem.simulator.pricing.operator_prices import FEW_SHARDS
 from tests.support.examples import examples
+from tests.support.operators import convolution_cases, kernel_cases
+from tests.support.operators.cases import CASES
 
 BFLOAT16 = Training("bfloat16")
 COSTS = KernelModelCosts()
@@ -492,3 +506,60 @@ def test_committed_constants_agree_with_timed_products(name: str, limit: float) 
     device = DeviceType.preset(name)
     said = Rows(rows, device).predict(device.products["float16"])
     assert mape(said, list(rows.values())) < limit
+
+
+# -- many shards at once ------------------------------------------------------------------------
+
+REGISTERED = convolution_cases, kernel_cases
+"""Modules whose cases are among `CASES` since they were imported."""
+
+ONE_BY_ONE = {"expert_linear", "generic_product", "selective_scan"}
+"""Kinds whose functions look at a single number."""
+
+
+@pytest.mark.parametrize("costs", [KernelModelCosts(), RooflineCosts()], ids=repr)
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_many_shards_cost_what_each_of_them_costs(name: str, costs: CostsOfMany) -> None:
+    operator, random = CASES[name]().operator, np.random.default_rng(0)
+    sizes = {
+        dim.name: np.ceil(dim.size / random.choice([1, 1, 2, 3, 4], 9)) for dim in operator.dims
+    }
+    shards = [{dim: int(column[k]) for dim, column in sizes.items()} for k in range(9)]
+    for device in map(DeviceType.preset, ("A100-80GB", "cpu")):
+        for training in (BFLOAT16, Training(fused_elementwise=True), Training("mixed bfloat16")):
+            for direction in Direction:
+                given = direction, training, device
+                try:
+                    found = costs.operator_costs(operator, sizes, *given)
+                except (TypeError, ValueError):
+                    assert operator.kind in ONE_BY_ONE
+                    continue
+                each = [costs.operator_cost(operator, shard, *given) for shard in shards]
+                seconds = np.full(9, found.seconds)
+                assert [Cost(s, *found[1:]) for s in seconds.tolist()] == each
+
+
+def test_prices_that_a_model_changes_are_asked_for_one_by_one() -> None:
+    """A model of one's own that inherits from another would be passed over."""
+
+    class Doubled(KernelModelCosts):
+        def operator_cost(self, *given):  # type: ignore[no-untyped-def]
+            cost = super().operator_cost(*given)
+            return replace(cost, seconds=2 * cost.seconds)
+
+    class Named(KernelModelCosts):
+        """As its parent."""
+
+    assert costs_of_many(KernelModelCosts())
+    assert costs_of_many(Named())
+    assert costs_of_many(Doubled()) is None
+    graph, cluster = small_gpt(), Cluster.preset("dgx-a100", num_nodes=1)
+    mesh = DeviceMesh((MeshAxis("axis", 8),), tuple(range(8)))
+    layer = graph.index[first(graph, "linear").name]
+    choices = operator_choices(graph, graph.operators[layer], mesh.shape, (0,), Options())
+    doubled, plain = (
+        TableBuilder(graph, mesh, cluster, BFLOAT16, costs).pass_seconds(layer, choices)
+        for costs in (Doubled(), KernelModelCosts())
+    )
+    assert len(choices) >= FEW_SHARDS
+    assert doubled == pytest.approx([2 * seconds for seconds in plain])

@@ -349,7 +349,7 @@ def test_a_halo_costs_what_its_bytes_take(
         builder = TableBuilder(graph, mesh, cluster, Training(), RooflineCosts())
         link = mesh.link(0, cluster)
         seconds.append(
-            builder.pass_seconds(graph.index["conv"], plan.choice("conv"))
+            builder.pass_seconds(graph.index["conv"], [plan.choice("conv")])[0]
             - (2 * (link.latency + rows * 2 * 4 * 12 * 4 * link.seconds_per_byte) if rows else 0)
         )
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
