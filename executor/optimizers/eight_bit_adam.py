@@ -13,8 +13,8 @@ from torch import Tensor
 from stratagem.executor.optimizers.measuring import UnlikeStates
 from stratagem.executor.optimizers.stepping import Alike
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.simulator.kernel_times.quantised_states import SCALES
 from stratagem.simulator.kernel_times.training import AVERAGE, Training
+from stratagem.simulator.optimizers.quantised_states import SCALES
 
 MEANS = ("mean", "square")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stratagem.executor.optimizers.stepping import Alike, Stepping, cast, in_one_piece
 from stratagem.executor.state.gradient_lists import GradientChange
-from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
+from stratagem.simulator.optimizers.newton_schulz import NewtonSchulz
 
 
 class Muon(Stepping):

@@ -2,5 +2,5 @@
 
 In:      an operator, local sizes, a device type.
 Out:     seconds, and how far off they may be.
-Imports: graph, hardware and below.
+Imports: graph, hardware, optimizers and below.
 """

@@ -17,16 +17,16 @@ from stratagem.simulator.base.precision import (
     is_full,
     precision_named,
 )
-from stratagem.simulator.kernel_times.factored_squares import AS_TORCH as FACTORED_AS_TORCH
-from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
-from stratagem.simulator.kernel_times.newton_schulz import AS_TORCH, NewtonSchulz
-from stratagem.simulator.kernel_times.parameter_groups import (
+from stratagem.simulator.optimizers.factored_squares import AS_TORCH as FACTORED_AS_TORCH
+from stratagem.simulator.optimizers.factored_squares import FactoredSquares
+from stratagem.simulator.optimizers.newton_schulz import AS_TORCH, NewtonSchulz
+from stratagem.simulator.optimizers.parameter_groups import (
     HAVING,
     ParameterGroup,
     usual_having,
 )
-from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
-from stratagem.simulator.kernel_times.torch_optimizers import fields_of
+from stratagem.simulator.optimizers.quantised_states import AS_TORCHAO, Blocks
+from stratagem.simulator.optimizers.torch_optimizers import fields_of
 
 FLASH_VERSIONS = (1, 2, 3)
 OPTIMIZER_STATES: dict[str, tuple[str, ...]] = {

@@ -34,6 +34,7 @@ from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
 from stratagem.simulator.hardware.resources import HOST
 from stratagem.simulator.kernel_times.cost_model import Columns, CostModel
+from stratagem.simulator.kernel_times.kernel_prices import KernelPrices
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.operator_kinds import saved_slots
 from stratagem.simulator.operators.operator import (
@@ -205,19 +206,10 @@ class TableBuilder:
         figures = rows.figures(mesh, cluster)
         self.links, self.devices, self.resharder, wait, alike = figures
         self.owner = graph.owners
-        self._pricer = OperatorPricer(
-            graph,
-            mesh,
-            self.links,
-            self.resharder,
-            self.devices,
-            training,
-            costs,
-            cluster.calibration,
-            rows.number,
-            rows.passes,
-            wait,
+        kernels = KernelPrices(
+            training, costs, cluster.calibration, self.devices, rows.number, rows.passes, wait
         )
+        self._pricer = OperatorPricer(graph, mesh, self.links, self.resharder, kernels)
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
         self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall
         self._rows = rows.operators.setdefault((alike, self._stall), {})

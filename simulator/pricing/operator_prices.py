@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -22,26 +20,15 @@ from stratagem.simulator.graph.placement import (
     local_sizes,
     weight_gradient_placements,
 )
-from stratagem.simulator.hardware.cluster import Calibration
 from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.collective_times import collective_time
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
-from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.hardware.resources import COMPUTE, HOST, link_mask
-from stratagem.simulator.kernel_times.cost_model import (
-    Columns,
-    Cost,
-    CostModel,
-    CostsOfMany,
-    Direction,
-    LaunchTimes,
-    costs_of_many,
-    tile_efficiency,
-)
+from stratagem.simulator.kernel_times.cost_model import Columns, Direction, tile_efficiency
+from stratagem.simulator.kernel_times.kernel_prices import FEW_SHARDS, KernelPrices
 from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
-from stratagem.simulator.operators.kinds.experts import with_loads
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes, shape_of
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
@@ -71,9 +58,6 @@ Priced = tuple[float, int]
 
 IDLE: Priced = (0.0, 0)
 
-FEW_SHARDS = 4
-"""So many are priced at once at least: fewer are priced as fast one by one."""
-
 _MUON = "bfloat16"
 """In which Muon multiplies matrices."""
 
@@ -84,24 +68,13 @@ _PASSED_BY, _MOVED_BY, _KEPT_BY = map(
 
 @dataclass(frozen=True, eq=False)
 class OperatorPricer:
-    """Prices the operators of `graph` on `mesh`, whose axes have `links`.
-
-    `known` are costs of passes that the pricers of a cost model, cluster and training share, and
-    `number` gives a small number for a large value (see `RowMemory`). Devices `wait` for such a
-    share of their computing for one another.
-    """
+    """Prices the operators of `graph` on `mesh`, whose axes have `links`, by its `kernels`."""
 
     graph: OperatorGraph
     mesh: DeviceMesh
     links: tuple[AxisLink, ...]
     resharder: Resharder
-    devices: tuple[DeviceType, ...]
-    training: Training
-    costs: CostModel
-    calibration: Calibration
-    number: Callable[[Any], int]
-    known: dict[Any, tuple[float, float, str]]
-    wait: float
+    kernels: KernelPrices
 
     def row(
         self,
@@ -194,14 +167,19 @@ class OperatorPricer:
             operator, choice, sizes, uses, self.mesh.shape, self.training, on_cpu=self._on_cpus
         )
 
+    @property
+    def training(self) -> Training:
+        """Of the plan."""
+        return self.kernels.training
+
     @cached_property
     def _on_cpus(self) -> bool:
-        return all(device.is_cpu for device in self.devices)
+        return all(device.is_cpu for device in self.kernels.devices)
 
     def forward_seconds(self, operator: Operator, choice: Choice) -> float:
         """Time of the whole forward pass, without collectives inside it."""
         sizes = local_sizes(operator, choice.config, self.mesh.shape)
-        return self._slowest(operator, sizes, Direction.FORWARD)[0]
+        return self.kernels.of(operator, sizes, Direction.FORWARD)[0]
 
     def launch_seconds(self, i: int, choice: Choice) -> float:
         """What the host takes to launch a forward pass, where the cluster says so."""
@@ -222,12 +200,10 @@ class OperatorPricer:
             TypeError: they cannot be priced at once.
         """
         operator = self.graph.operators[i]
-        there, back = (self._many(operator, sizes, direction) for direction in Direction)
+        there, back = (self.kernels.of_many(operator, sizes, each) for each in Direction)
         if there is None or back is None:
             raise TypeError(f"operator {operator.name!r}: its shards are priced one by one")
-        waits = 1 + self.wait
-        share = self._backward_share(i) if self.graph.needs_gradient[i] else 0.0
-        return there[0] * waits, back[0] * waits * share
+        return there, back * (self._backward_share(i) if self.graph.needs_gradient[i] else 0.0)
 
     def _all_passes(
         self,
@@ -245,9 +221,9 @@ class OperatorPricer:
                 self._piece_sizes(operator, sizes, choice)
                 for sizes, choice in zip(shards, choices, strict=True)
             ]
-            self._learn(operator, pieces, Direction.FORWARD)
+            self.kernels.learn(operator, pieces, Direction.FORWARD)
             if self.graph.needs_gradient[i]:
-                self._learn(operator, pieces, Direction.BACKWARD)
+                self.kernels.learn(operator, pieces, Direction.BACKWARD)
         both = zip(choices, shards, strict=True)
         return [self._passes(i, choice, sizes, joined) for choice, sizes in both]
 
@@ -261,19 +237,19 @@ class OperatorPricer:
         """The passes of an operator's shard of some sizes."""
         operator = self.graph.operators[i]
         piece = self._piece_sizes(operator, sizes, choice)
-        seconds, error, source = self._slowest(operator, piece, Direction.FORWARD)
+        seconds, error, source = self.kernels.of(operator, piece, Direction.FORWARD)
         comm, mask, back_comm = self._inner_collectives(operator, choice, sizes)
         share = choice.chunks // choice.num_products
         forward = (seconds / share + comm / choice.chunks, COMPUTE | mask)
         backward, weight = IDLE, IDLE
         if self.graph.needs_gradient[i]:
-            spent = self._slowest(operator, piece, Direction.BACKWARD)[0] / share
+            spent = self.kernels.of(operator, piece, Direction.BACKWARD)[0] / share
             spent *= self._backward_share(i)
             backward = (spent + back_comm / choice.chunks, COMPUTE | mask)
             weight = (spent * weight_share(self.graph, i), COMPUTE)
         whole = IDLE
         if choice.recompute:
-            again = self._slowest(operator, sizes, Direction.FORWARD)[0]
+            again = self.kernels.of(operator, sizes, Direction.FORWARD)[0]
             whole = (again + comm, COMPUTE | mask)
         if joined.of(operator, choice) is not None:
             forward = IDLE
@@ -298,38 +274,19 @@ class OperatorPricer:
     def _launch(self, i: int, choice: Choice, direction: Direction) -> Priced:
         """What the host takes to launch a pass, where the cluster says so."""
         operator, backward = self.graph.operators[i], direction is Direction.BACKWARD
-        per_kernel = self.calibration.launch_us * 1e-6
+        per_kernel = self.kernels.calibration.launch_us * 1e-6
         if not per_kernel or operator.is_source:
             return IDLE
         if backward and not self.graph.needs_gradient[i]:
             return IDLE
-        known = self._known_launch(operator, choice, direction)
-        if known is not None:
-            return known * choice.num_products, HOST
+        if self.kernels.launch_times is not None:
+            sizes = local_sizes(operator, choice.config, self.mesh.shape)
+            piece = self._piece_sizes(operator, sizes, choice)
+            known = self.kernels.launch_seconds(operator, piece, direction)
+            if known is not None:
+                return known * choice.num_products, HOST
         kernels = num_kernels(operator, self.training, backward=backward)
         return per_kernel * kernels * choice.num_products, HOST
-
-    def _known_launch(
-        self, operator: Operator, choice: Choice, direction: Direction
-    ) -> float | None:
-        """What the cost model says that launching a pass takes the host, of a product of it."""
-        costs = self.costs
-        if not isinstance(costs, LaunchTimes):
-            return None
-        sizes = local_sizes(operator, choice.config, self.mesh.shape)
-        piece = self._piece_sizes(operator, sizes, choice)
-        operator = with_loads(operator, self.training.expert_loads)
-        key = self.number(operator.signature), tuple(piece.values()), direction, self._types
-        if key not in self.known:
-            found = [
-                costs.launch_seconds(operator, piece, direction, self.training, device)
-                for device in self.devices
-            ]
-            times = [seconds for seconds in found if seconds is not None]
-            known = max(times) if len(times) == len(found) else math.nan
-            self.known[key] = known, 0.0, NO_COST
-        seconds = self.known[key][0]
-        return None if math.isnan(seconds) else seconds
 
     def _piece_sizes(
         self, operator: Operator, sizes: Mapping[str, int], choice: Choice
@@ -341,91 +298,6 @@ class OperatorPricer:
         if dim is None:
             raise ValueError(f"operator {operator.name!r} cannot run in {choice.chunks} pieces")
         return {**sizes, dim: sizes[dim] // choice.chunks}
-
-    @cached_property
-    def _types(self) -> tuple[str, ...]:
-        return tuple(device.name for device in self.devices)
-
-    def _slowest(
-        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
-    ) -> tuple[float, float, str]:
-        """The cost on the slowest of the stage's device types: all devices wait for it."""
-        operator = with_loads(operator, self.training.expert_loads)
-        kind = self.number(operator.signature)
-        key = kind, tuple(sizes.values()), direction is Direction.FORWARD, self._types
-        if key not in self.known:
-            self.known[key] = self._cost(operator, sizes, direction)
-        seconds, error, source = self.known[key]
-        return seconds * (1 + self.wait), error, source
-
-    def _learn(
-        self, operator: Operator, shards: Iterable[Mapping[str, int]], direction: Direction
-    ) -> None:
-        """Price those of some shards that are not known at once, where that can be."""
-        loaded = with_loads(operator, self.training.expert_loads)
-        kind, forward = self.number(loaded.signature), direction is Direction.FORWARD
-        keyed = {(kind, tuple(each.values()), forward, self._types): each for each in shards}
-        unknown = [key for key in keyed if key not in self.known]
-        if len(unknown) < FEW_SHARDS:
-            return
-        sizes = np.array([key[1] for key in unknown], dtype=np.float64)
-        columns = dict(zip(keyed[unknown[0]], np.ascontiguousarray(sizes.T), strict=True))
-        if (found := self._many(operator, columns, direction)) is not None:
-            seconds, error, source = found
-            for key, each in zip(unknown, seconds.tolist(), strict=True):
-                self.known[key] = each, error, source
-
-    def _many(
-        self, operator: Operator, sizes: Columns, direction: Direction
-    ) -> tuple[Floats, float, str] | None:
-        """What `_cost` says of many shards at once; None where they are priced one by one."""
-        if self._costs_of_many is None or len(self.devices) > 1:
-            return None
-        operator = with_loads(operator, self.training.expert_loads)
-        scale = self.calibration.scale(matmul=kind_of(operator).product is not None)
-        device = self.calibration.device(self.devices[0], scale)
-        given = operator, sizes, direction, self.training, device
-        try:
-            found = self._costs_of_many.operator_costs(*given)
-        except (TypeError, ValueError):  # Of single numbers alone; what is wrong is told there.
-            return None
-        corrected = found.seconds if found.source.is_timed else found.seconds * scale
-        seconds = np.full(next(map(len, sizes.values()), 1), corrected)
-        return seconds, found.relative_error, found.source.value
-
-    @cached_property
-    def _costs_of_many(self) -> CostsOfMany | None:
-        return costs_of_many(self.costs)
-
-    def _cost(
-        self, operator: Operator, sizes: Mapping[str, int], direction: Direction
-    ) -> tuple[float, float, str]:
-        matmul = kind_of(operator).product is not None
-        scale = self.calibration.scale(matmul=matmul)
-        costs = [
-            self._calibrated(
-                self.costs.operator_cost(
-                    operator,
-                    sizes,
-                    direction,
-                    self.training,
-                    self.calibration.device(device, scale),
-                ),
-                matmul=matmul,
-            )
-            for device in self.devices
-        ]
-        worst = max(costs, key=lambda cost: cost.seconds)
-        return worst.seconds, worst.relative_error, worst.source.value
-
-    def _calibrated(self, cost: Cost, *, matmul: bool) -> Cost:
-        """A cost as training on the cluster shows it: the scales correct a model of the device.
-
-        What was timed on the device has nothing to correct.
-        """
-        if cost.source.is_timed:
-            return cost
-        return replace(cost, seconds=cost.seconds * self.calibration.scale(matmul=matmul))
 
     def _inner_collectives(
         self, operator: Operator, choice: Choice, sizes: Mapping[str, int]
@@ -481,7 +353,7 @@ class OperatorPricer:
         sync = max(sync[0] - sum((n - 1) * each for n, each in latency.values()), 0.0), sync[1]
         latency = {name: (1, each) for name, (_, each) in latency.items()}
         for kept, count in updated.items():
-            seconds = self._update_seconds(count, trained[kept])
+            seconds = self.kernels.update_seconds(count, trained[kept])
             update = _add(update, (seconds, COMPUTE))
         each = sync if choice.zero >= 2 else IDLE
         if choice.fused and sync[0] > 0:
@@ -530,13 +402,7 @@ class OperatorPricer:
                 )
                 added += local_elements(whole, lies, self.mesh.shape)
         nbytes = added * (self.training.parameter_bytes + 2 * self.training.gradient_bytes)
-        return self._moving(nbytes)
-
-    def _update_seconds(self, num_parameters: int, training: Training) -> float:
-        costs = [
-            self.costs.update_cost(num_parameters, training, device) for device in self.devices
-        ]
-        return max(self._calibrated(cost, matmul=False).seconds for cost in costs)
+        return self.kernels.moving(nbytes)
 
     def _orthogonalised(self, operator: Operator, lies: Residence, training: Training) -> Priced:
         """Bringing the direction of a matrix to every device, and Muon's products there."""
@@ -551,24 +417,13 @@ class OperatorPricer:
             flops
             / (device.peak_flops(_MUON) * device.matmul_efficiency)
             / float(tile_efficiency(min(shape), max(shape), 1, device))
-            for device in self.devices
+            for device in self.kernels.devices
         )
-        return _add(gather, (seconds * self.calibration.scale(matmul=True), COMPUTE))
+        return _add(gather, (seconds * self.kernels.calibration.scale(matmul=True), COMPUTE))
 
     def _copy(self, nbytes: int) -> Priced:
         """Reading and writing so many bytes once."""
-        return _copied(self._moving(2 * nbytes))
-
-    def _moving(self, nbytes: int) -> float:
-        """Seconds of a kernel that reads and writes so many bytes in all; of none, for none."""
-        if not nbytes:
-            return 0.0
-        seconds = max(
-            nbytes / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
-            + device.launch_us * 1e-6
-            for device in self.devices
-        )
-        return self.calibration.memory_scale * seconds
+        return _copied(self.kernels.moving(2 * nbytes))
 
     def _convert(
         self,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.kernel_prices import KernelPrice
 from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
 from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.sharding.choice import Choice
@@ -59,7 +60,7 @@ class RowMemory:
 
     operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
     edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
-    passes: dict[Any, tuple[float, float, str]] = field(default_factory=dict)
+    passes: dict[Any, KernelPrice] = field(default_factory=dict)
     stages: RecentValues[Any] = field(default_factory=lambda: RecentValues(STAGE_OPERATORS))
     crossings: RecentValues[Any] = field(default_factory=lambda: RecentValues(CROSSINGS))
     watch: Callable[[], None] = field(default=_nobody)

@@ -13,11 +13,11 @@ from stratagem.basics.names_on_demand import names_on_demand
 if TYPE_CHECKING:
     from stratagem.executor.training.learning_rates import RateSchedule as RateSchedule
     from stratagem.executor.training.learning_rates import TorchRate as TorchRate
-    from stratagem.simulator.kernel_times.factored_squares import (
+    from stratagem.simulator.optimizers.factored_squares import (
         FactoredSquares as FactoredSquares,
     )
-    from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz as NewtonSchulz
-    from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup as ParameterGroup
-    from stratagem.simulator.kernel_times.quantised_states import Blocks as Blocks
+    from stratagem.simulator.optimizers.newton_schulz import NewtonSchulz as NewtonSchulz
+    from stratagem.simulator.optimizers.parameter_groups import ParameterGroup as ParameterGroup
+    from stratagem.simulator.optimizers.quantised_states import Blocks as Blocks
 else:
     __all__, __getattr__, __dir__ = names_on_demand(__name__)

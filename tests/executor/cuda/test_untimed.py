@@ -20,8 +20,8 @@ from stratagem.executor.state.gradient_lists import GradientChange, handfuls, su
 from stratagem.executor.training.batches import Batches
 from stratagem.executor.training.training_loop import RunOptions, train
 from stratagem.executor.watching.rank_place import Place
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.optimizers.parameter_groups import ParameterGroup
 from stratagem.simulator.plan.plan import Plan
 from tests.support.cuda.fake_nccl import FakeNccl, FakeStreams, Hub, run_fake
 from tests.support.plans import Case, crossed, make_plan, sharding

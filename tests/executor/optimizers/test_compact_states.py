@@ -17,9 +17,9 @@ from stratagem.executor.interpreter.interpreter import Interpreter
 from stratagem.executor.optimizers.eight_bit_adam import dynamic_map, nearest
 from stratagem.executor.program.verify import verify
 from stratagem.simulator.graph.placement import Shard
-from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
-from stratagem.simulator.kernel_times.quantised_states import Blocks
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.optimizers.factored_squares import FactoredSquares
+from stratagem.simulator.optimizers.quantised_states import Blocks
 from tests.support.plans import (
     Case,
     double,

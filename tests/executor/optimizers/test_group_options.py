@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.executor import execute, model_state
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
-from stratagem.simulator.kernel_times.parameter_groups import literally
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.optimizers.parameter_groups import literally
 from tests.executor.optimizers.test_recipes import STEPS, Build, assert_same, trained
 from tests.support.plans import (
     crossed,

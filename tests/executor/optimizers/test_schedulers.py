@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler, swa_utils
 import stratagem as sg
 from stratagem.executor import execute, model_state
 from stratagem.executor.training.learning_rates import moves_more_than_rates, settings_by_step
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.optimizers.parameter_groups import ParameterGroup
 from tests.executor.optimizers.test_recipes import OPTIMIZERS, STEPS, Build, assert_same, trained
 from tests.support.plans import (
     crossed,

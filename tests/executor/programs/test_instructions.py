@@ -34,8 +34,8 @@ from stratagem.executor.program.programs import Program
 from stratagem.executor.program.receive_postings import common_order, early_postings
 from stratagem.executor.results.measured_timeline import timeline
 from stratagem.simulator.base.task_kinds import TaskKind
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.optimizers.parameter_groups import ParameterGroup
 from tests.executor.equality.test_models_executed import case_of
 from tests.support.plans import Case, backward_of, make_plan, mlp_case, random_plan, sharding
 

@@ -29,8 +29,8 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.headroom import Headroom
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.optimizers.parameter_groups import ParameterGroup
 from tests.support.examples import examples
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=4)

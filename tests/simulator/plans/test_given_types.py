@@ -16,7 +16,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.simulator.graph.models import mlp
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup
+from stratagem.simulator.optimizers.parameter_groups import ParameterGroup
 
 CLUSTER = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([8, 8], batch=4)

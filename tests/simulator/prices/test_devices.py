@@ -35,12 +35,12 @@ from stratagem.simulator.kernel_times.cost_model import (
     costs_of_many,
 )
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
+from stratagem.simulator.kernel_times.kernel_prices import FEW_SHARDS
 from stratagem.simulator.kernel_times.matrix_products import Multiplier, Product, forward_products
 from stratagem.simulator.kernel_times.memory_traffic import backward_moved, forward_moved
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
-from stratagem.simulator.pricing.operator_prices import FEW_SHARDS
 from tests.support.examples import examples
 from tests.support.operators import convolution_cases, kernel_cases
 from tests.support.operators.cases import CASES

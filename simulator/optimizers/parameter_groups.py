@@ -10,8 +10,8 @@ from typing import Any
 
 from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.saved_values import differing, shown
-from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
-from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
+from stratagem.simulator.optimizers.factored_squares import FactoredSquares
+from stratagem.simulator.optimizers.newton_schulz import NewtonSchulz
 
 HAVING: dict[str, frozenset[str]] = {
     "betas": frozenset({"adam", "lion", "lamb", "adam8bit"}),

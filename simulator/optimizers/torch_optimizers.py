@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stratagem.simulator.base.misspelt_names import unknown
-from stratagem.simulator.kernel_times.factored_squares import FactoredSquares
-from stratagem.simulator.kernel_times.newton_schulz import NewtonSchulz
-from stratagem.simulator.kernel_times.parameter_groups import ParameterGroup, literally
-from stratagem.simulator.kernel_times.quantised_states import AS_TORCHAO, Blocks
+from stratagem.simulator.optimizers.factored_squares import FactoredSquares
+from stratagem.simulator.optimizers.newton_schulz import NewtonSchulz
+from stratagem.simulator.optimizers.parameter_groups import ParameterGroup, literally
+from stratagem.simulator.optimizers.quantised_states import AS_TORCHAO, Blocks
 
 _SGD = {
     "momentum": "momentum",
