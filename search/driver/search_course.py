@@ -278,7 +278,8 @@ class SearchCourse:
         few = [e for e in known if e.num_passes <= most]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
-        if (ended := self._search_all(few, work=self._effort.near_work)) is not None:
+        work, evaluations = self._effort.near_work, self._effort.near_evaluations
+        if (ended := self._search_all(few, work=work, most=evaluations)) is not None:
             return ended
         if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):
             return StopReason.NEAR
@@ -367,13 +368,14 @@ class SearchCourse:
         entries: Sequence[SkeletonEntry],
         is_enough: Callable[[], bool] = lambda: False,
         work: float = np.inf,
+        most: float = np.inf,
     ) -> StopReason | None:
-        """Search skeletons, each by evaluations of at most `work` passes; why it ended early."""
+        """Search skeletons by at most so many evaluations and passes each; why it ended early."""
         least = self.budget.least(self.space.num_operators)
         for number, entry in enumerate(entries):
             spare = max(0, self.budget.evaluations - self.evaluations)
             share = max(least, -(-spare // (len(entries) - number)))
-            share = int(min(share, work / entry.num_passes))
+            share = int(min(share, work / entry.num_passes, most))
             self._search_entry(entry, share, number, len(entries))
             if self._shares.is_up():
                 return StopReason.SECONDS

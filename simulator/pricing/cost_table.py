@@ -209,7 +209,8 @@ class TableBuilder:
         kernels = KernelPrices(
             training, costs, cluster.calibration, self.devices, rows.number, rows.passes, wait
         )
-        self._pricer = OperatorPricer(graph, mesh, self.links, self.resharder, kernels)
+        moved = rows.moved.setdefault(alike, {})
+        self._pricer = OperatorPricer(graph, mesh, self.links, self.resharder, kernels, moved)
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
         self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall
         self._rows = rows.operators.setdefault((alike, self._stall), {})

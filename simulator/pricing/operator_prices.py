@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,13 @@ from stratagem.simulator.kernel_times.memory_traffic import num_kernels
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.inner_collectives import InnerCollective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, saved_slots, saves_output
-from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes, shape_of
+from stratagem.simulator.operators.operator import (
+    Operator,
+    Weight,
+    factor_sizes,
+    factors,
+    shape_of,
+)
 from stratagem.simulator.pricing.bytes_per_device import Footprint, operator_footprint
 from stratagem.simulator.pricing.cost_rows import (
     NO_COST,
@@ -58,6 +65,10 @@ Priced = tuple[float, int]
 
 IDLE: Priced = (0.0, 0)
 
+_ELSEWHERE = Shard("a dim that parameters lack")
+
+_Key = tuple[Any, ...]
+
 _MUON = "bfloat16"
 """In which Muon multiplies matrices."""
 
@@ -68,13 +79,17 @@ _PASSED_BY, _MOVED_BY, _KEPT_BY = map(
 
 @dataclass(frozen=True, eq=False)
 class OperatorPricer:
-    """Prices the operators of `graph` on `mesh`, whose axes have `links`, by its `kernels`."""
+    """Prices the operators of `graph` on `mesh`, whose axes have `links`, by its `kernels`.
+
+    What is `moved` to keep parameters up to date, those share whose meshes look the same.
+    """
 
     graph: OperatorGraph
     mesh: DeviceMesh
     links: tuple[AxisLink, ...]
     resharder: Resharder
     kernels: KernelPrices
+    moved: dict[Any, _Moved]
 
     def row(
         self,
@@ -95,7 +110,7 @@ class OperatorPricer:
         passed = {_PASSED_BY(choice): choice for choice in reversed(choices)}
         placed = {_MOVED_BY(choice): choice for choice in reversed(choices)}
         passing = dict(zip(passed, self._all_passes(i, passed.values(), joined), strict=True))
-        moving = {key: self._parameters(operator, uses, c) for key, c in placed.items()}
+        moving = self._moving(operator, uses, placed)
         passes = [passing[_PASSED_BY(choice)] for choice in choices]
         moved = [moving[_MOVED_BY(choice)] for choice in choices]
         kept = {_KEPT_BY(choice): choice for choice in choices}
@@ -324,11 +339,36 @@ class OperatorPricer:
 
     # -- parameters -----------------------------------------------------------------------------
 
+    def _moving(
+        self, operator: Operator, uses: tuple[ParameterUse, ...], placed: Mapping[_Key, Choice]
+    ) -> dict[_Key, _Moved]:
+        """What becomes of parameters under each of some choices.
+
+        Their sizes, and where they and their gradients lie, say it: not how large a microbatch is,
+        nor which of the dims that they lack a mesh axis shards.
+        """
+        if not operator.weights:
+            return dict.fromkeys(placed, UNMOVED)
+        layouts = tuple(weight.layout for weight in operator.weights)
+        own = {name: operator.sizes[name] for layout in layouts for name in factors(layout)}
+        trained = self.training.costs_of([weight.parameter for weight in operator.weights])
+        alike = layouts, tuple(own.values()), trained, uses
+        found: dict[_Key, _Moved] = {}
+        for key, choice in placed.items():
+            config, *how = key
+            lies = tuple(
+                _ELSEWHERE if type(each) is Shard and each.dim not in own else each
+                for each in config
+            )
+            same = (*alike, lies, *how)
+            if same not in self.moved:
+                self.moved[same] = self._parameters(operator, uses, choice)
+            found[key] = self.moved[same]
+        return found
+
     def _parameters(
         self, operator: Operator, uses: tuple[ParameterUse, ...], choice: Choice
     ) -> _Moved:
-        if not operator.weights:
-            return UNMOVED
         sync, gather, update, used = IDLE, IDLE, IDLE, 0
         updated: Counter[tuple[object, ...]] = Counter()
         trained: dict[tuple[object, ...], Training] = {}

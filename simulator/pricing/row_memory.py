@@ -50,7 +50,8 @@ class MeshFigures(NamedTuple):
 class RowMemory:
     """Rows already priced, by what a mesh looks like: stages and strategies share them.
 
-    `passes` are costs of single passes by local sizes, which meshes of several shapes share;
+    `passes` are costs of single passes by local sizes, which meshes of several shapes share,
+    `moved` what becomes of parameters, which operators of any batch share;
     `stages` what stages of plans are made of and `crossings` edges between them, the last only.
 
     Use one for one cost model, cluster and training; others would be given the wrong prices. A
@@ -61,6 +62,7 @@ class RowMemory:
     operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
     edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
     passes: dict[Any, KernelPrice] = field(default_factory=dict)
+    moved: dict[int, dict[Any, Any]] = field(default_factory=dict)
     stages: RecentValues[Any] = field(default_factory=lambda: RecentValues(STAGE_OPERATORS))
     crossings: RecentValues[Any] = field(default_factory=lambda: RecentValues(CROSSINGS))
     watch: Callable[[], None] = field(default=_nobody)
