@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -231,9 +232,14 @@ class Resharder:
         """The link classes that a path occupies: `INTRA_NODE` and `INTER_NODE` bits."""
         mask = 0
         for step in steps:
-            if step.collective is not Collective.SLICE and self.shape[step.axis] > 1:
-                mask |= link_mask(self.links[step.axis])
+            mask |= self.step_mask(step.collective, step.axis)
         return mask
+
+    def step_mask(self, collective: Collective, axis: int) -> int:
+        """That of a single step: a slice occupies no link, nor does an axis of one device."""
+        if collective is Collective.SLICE or self.shape[axis] == 1:
+            return 0
+        return link_mask(self.links[axis])
 
     def seconds(
         self, steps: Sequence[ReshardingStep], itemsize: int, *, later: bool = False
@@ -244,7 +250,7 @@ class Resharder:
         """
         last = len(steps) - 1 if later else len(steps)
         return sum(
-            self._step_seconds(s.collective, s.elements * itemsize, s.axis, later=number == last)
+            self.step_seconds(s.collective, s.elements * itemsize, s.axis, later=number == last)
             for number, s in enumerate(steps)
         )
 
@@ -274,9 +280,10 @@ class Resharder:
                 return FinishedSum(self.seconds((step,), itemsize), share * step.elements)
         return None
 
-    def _step_seconds(
-        self, collective: Collective, nbytes: int, axis: int, *, later: bool
+    def step_seconds(
+        self, collective: Collective, nbytes: int, axis: int, *, later: bool = False
     ) -> float:
+        """That of a single step, by the bytes of a member."""
         key = collective, nbytes, axis, later
         if key not in self._seconds:
             link = self.links[axis].later if later else self.links[axis]
@@ -306,27 +313,25 @@ class _StateGraph:
     def __init__(
         self, mesh: Resharder, sizes: tuple[int, ...], itemsize: int, pins: tuple[Pin, ...]
     ) -> None:
-        self.shape, self.sizes = mesh.shape, sizes
-        self.states = self._all_states(pins)
-        self.number = {state: i for i, state in enumerate(self.states)}
-        self.steps: dict[tuple[int, int], ReshardingStep] = {}
-        elements = [local_elements(sizes, state, mesh.shape) for state in self.states]
-        count = len(self.states)
-        weights = np.full((count, count), np.inf)
-        seconds = np.zeros((count, count))
-        for i, state in enumerate(self.states):
-            for axis, target in self._moves(state, pins):
-                j = self.number.get((*state[:axis], target, *state[axis + 1 :]))
-                if j is not None:
-                    kind = TRANSITIONS[type(state[axis]), type(target)]
-                    step = ReshardingStep(
-                        kind, axis, state[axis], target, max(elements[i], elements[j])
-                    )
-                    self.steps[i, j] = step
-                    seconds[i, j] = mesh.seconds((step,), itemsize)
-                    weights[i, j] = seconds[i, j] + STEP_OVERHEAD
-        self.links = self._links(mesh)
-        self.origins, self.seconds, self.used = shortest_paths(weights, seconds, self.links)
+        devices = math.prod(mesh.shape)
+        # Whatever a mesh divides evenly, all its axes may shard.
+        told = tuple(devices if size and size % devices == 0 else size for size in sizes)
+        self._moves = moves = _moves_between(mesh.shape, told, pins)
+        self.number = moves.number
+        self._elements = moves.elements(sizes)
+        moved = np.maximum(self._elements[moves.before], self._elements[moves.after])
+        count, cells = len(moves.states), (moves.before, moves.after)
+        seconds, weights = np.zeros((count, count)), np.full((count, count), np.inf)
+        seconds[cells] = [
+            mesh.step_seconds(kind, elements * itemsize, axis)
+            for kind, axis, elements in zip(moves.kinds, moves.axes, moved.tolist(), strict=True)
+        ]
+        weights[cells] = seconds[cells] + STEP_OVERHEAD
+        links = np.zeros((count, count), dtype=np.int64)
+        links[cells] = [
+            mesh.step_mask(kind, axis) for kind, axis in zip(moves.kinds, moves.axes, strict=True)
+        ]
+        self.origins, self.seconds, self.used = shortest_paths(weights, seconds, links)
 
     def path(self, source: Placements, target: Placements) -> tuple[ReshardingStep, ...] | None:
         """The cheapest steps from `source` to `target`; None when there are none."""
@@ -336,51 +341,113 @@ class _StateGraph:
         steps: list[ReshardingStep] = []
         while state != start:
             before = int(self.origins[start, state])
-            steps.append(self.steps[before, state])
+            steps.append(self._step(before, state))
             state = before
         return tuple(reversed(steps))
 
-    def _links(self, mesh: Resharder) -> Ints:
-        """Per step a bit mask of the link classes it occupies (a slice occupies none)."""
-        links = np.zeros((len(self.states), len(self.states)), dtype=np.int64)
-        for (i, j), step in self.steps.items():
-            links[i, j] = mesh.mask((step,))
-        return links
+    def _step(self, before: int, after: int) -> ReshardingStep:
+        ends = self._moves.states[before], self._moves.states[after]
+        (axis,) = (k for k, (one, other) in enumerate(zip(*ends, strict=True)) if one != other)
+        source, target = (end[axis] for end in ends)
+        kind = TRANSITIONS[type(source), type(target)]
+        elements = int(max(self._elements[before], self._elements[after]))
+        return ReshardingStep(kind, axis, source, target, elements)
 
-    def _all_states(self, pins: tuple[Pin, ...]) -> list[Placements]:
-        choices: list[list[Placement]] = [
-            [
-                REPLICATE,
-                PARTIAL,
-                *(
-                    Shard(factor)
-                    for factor, size in enumerate(self.sizes)
-                    if size > 1 or ways == 1
-                ),
-                *(p for p in pins if p.index < ways),
-            ]
-            for ways in self.shape
-        ]
-        return [state for state in itertools.product(*choices) if self._no_empty_shard(state)]
 
-    def _no_empty_shard(self, state: Placements) -> bool:
-        return all(
-            smallest_shard(size, splits_of(state, factor, self.shape)) > 0
-            for factor, size in enumerate(self.sizes)
-        )
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """The placements that tensors may have on a mesh, and the steps between them.
 
-    def _moves(self, state: Placements, pins: tuple[Pin, ...]) -> Iterator[tuple[int, Placement]]:
-        """The steps from a state. Nothing is nested in, or around, an axis of one device."""
+    Attributes:
+        states: the placements.
+        number: of each.
+        before: the number of the placement before each step.
+        after: of that after it.
+        kinds: the collective of each step.
+        axes: along which it is.
+        ways: by axis, placement and factor, into how many parts the axis cuts the factor.
+    """
+
+    states: tuple[Placements, ...]
+    number: dict[Placements, int]
+    before: Ints
+    after: Ints
+    kinds: tuple[Collective, ...]
+    axes: tuple[int, ...]
+    ways: Ints
+
+    def elements(self, sizes: tuple[int, ...]) -> Ints:
+        """Of the largest part of a tensor in each placement (see `local_elements`)."""
+        left = np.broadcast_to(np.array(sizes, dtype=np.int64), self.ways.shape[1:])
+        for ways in self.ways:
+            left = -(-left // ways)
+        found: Ints = left.prod(axis=1)
+        return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _moves_between(
+    shape: tuple[int, ...], sizes: tuple[int, ...], pins: tuple[Pin, ...]
+) -> _Moves:
+    """All placements of tensors whose factors have such sizes, and all steps."""
+    states = _all_states(shape, sizes, pins)
+    number = {state: i for i, state in enumerate(states)}
+    steps = [
+        (i, number[after], TRANSITIONS[type(state[axis]), type(target)], axis)
+        for i, state in enumerate(states)
+        for axis, target in _steps_from(state, shape, len(sizes), pins)
+        if (after := (*state[:axis], target, *state[axis + 1 :])) in number
+    ]
+    ways = np.ones((len(shape), len(states), len(sizes)), dtype=np.int64)
+    for i, state in enumerate(states):
         for axis, placement in enumerate(state):
-            behind = zip(state[axis + 1 :], self.shape[axis + 1 :], strict=True)
-            later = [p for p, ways in behind if ways > 1 and self.shape[axis] > 1]
-            if isinstance(placement, Shard) and placement in later:
-                continue
-            shards = [Shard(factor) for factor in range(len(self.sizes))]
-            targets: list[Placement] = [REPLICATE, *(s for s in shards if s not in later), *pins]
-            for target in targets:
-                if target != placement:
-                    yield axis, target
+            if isinstance(placement, Shard):
+                ways[axis, i, int(placement.dim)] = shape[axis]
+    return _Moves(
+        tuple(states),
+        number,
+        np.array([step[0] for step in steps], dtype=np.int64),
+        np.array([step[1] for step in steps], dtype=np.int64),
+        tuple(step[2] for step in steps),
+        tuple(step[3] for step in steps),
+        ways,
+    )
+
+
+def _all_states(
+    shape: tuple[int, ...], sizes: tuple[int, ...], pins: tuple[Pin, ...]
+) -> list[Placements]:
+    """The placements of a tensor that leave no part of it empty."""
+    choices: list[list[Placement]] = [
+        [
+            REPLICATE,
+            PARTIAL,
+            *(Shard(factor) for factor, size in enumerate(sizes) if size > 1 or ways == 1),
+            *(p for p in pins if p.index < ways),
+        ]
+        for ways in shape
+    ]
+    return [
+        state
+        for state in itertools.product(*choices)
+        if all(smallest_shard(n, splits_of(state, k, shape)) > 0 for k, n in enumerate(sizes))
+    ]
+
+
+def _steps_from(
+    state: Placements, shape: tuple[int, ...], num_factors: int, pins: tuple[Pin, ...]
+) -> Iterator[tuple[int, Placement]]:
+    """The steps from a state. Nothing is nested in, or around, an axis of one device."""
+    for axis, placement in enumerate(state):
+        behind = zip(state[axis + 1 :], shape[axis + 1 :], strict=True)
+        later = [p for p, ways in behind if ways > 1 and shape[axis] > 1]
+        if isinstance(placement, Shard) and placement in later:
+            continue
+        shards = [Shard(factor) for factor in range(num_factors)]
+        targets: list[Placement] = [REPLICATE, *(s for s in shards if s not in later), *pins]
+        for target in targets:
+            if target != placement:
+                yield axis, target
 
 
 def _with(state: Placements, axes: Sequence[int], placement: Placement) -> Placements:
