@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -38,22 +39,50 @@ def price(mesh: Resharder, steps: tuple[ReshardingStep, ...]) -> float:
     return mesh.seconds(steps, 4) + STEP_OVERHEAD * len(steps)
 
 
+def chunks(size: int, ways: int) -> list[int]:
+    each = -(-size // ways)
+    return [min(each, size - k * each) for k in range(ways)]
+
+
+def parts(sizes: Sequence[int], shape: Sequence[int], state: Placements) -> list[list[int]]:
+    """Sizes of the part of every device, by what cutting in turn leaves."""
+    found = [list(sizes)]
+    for placement, ways in zip(state, shape, strict=True):
+        if isinstance(placement, Shard):
+            factor = int(placement.dim)
+            found = [
+                [*part[:factor], left, *part[factor + 1 :]]
+                for part in found
+                for left in chunks(part[factor], ways)
+            ]
+    return found
+
+
 def brute_force(mesh: Resharder, sizes, source, target, depth: int) -> float:  # type: ignore[no-untyped-def]
     """Cheapest of all step sequences up to `depth`, by trying every one."""
-    graph = mesh._graph(sizes, 4, ())
-    start, goal = graph.number[source], graph.number[target]
-    best = {start: 0.0}
+    best = {source: 0.0}
     frontier = dict(best)
     for _ in range(depth):
-        reached: dict[int, float] = {}
+        reached: dict[Placements, float] = {}
         for state, cost in frontier.items():
-            for (a, b), step in graph.steps.items():
-                if a == state:
+            for axis, placement in enumerate(state):
+                inner = state[axis + 1 :]
+                for new in (REPLICATE, Shard(0), Shard(1)):
+                    moved = {each for each in (placement, new) if isinstance(each, Shard)}
+                    if new == placement or moved & set(inner):
+                        continue  # An inner axis cuts what this one would move.
+                    after = (*state[:axis], new, *inner)
+                    ends = [parts(sizes, mesh.shape, each) for each in (state, after)]
+                    if min(min(part) for end in ends for part in end) < 1:
+                        continue
+                    elements = max(int(np.prod(part)) for end in ends for part in end)
+                    kind = TRANSITIONS[type(placement), type(new)]
+                    step = ReshardingStep(kind, axis, placement, new, elements)
                     total = cost + price(mesh, (step,))
-                    if total < best.get(b, np.inf):
-                        best[b] = reached[b] = total
+                    if total < best.get(after, np.inf):
+                        best[after] = reached[after] = total
         frontier = reached
-    return best[goal]
+    return best[target]
 
 
 @pytest.mark.parametrize("seed", range(8))
