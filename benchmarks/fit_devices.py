@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numba import njit
 from scipy.optimize import least_squares
 
 from benchmarks.kernel_data import (
@@ -42,7 +41,7 @@ from stratagem.simulator.hardware.device_type import (
     MemoryConstants,
     ProductConstants,
 )
-from stratagem.simulator.kernel_times._matrix_product_time import product_seconds
+from stratagem.simulator.kernel_times._matrix_product_time import all_product_seconds
 from stratagem.simulator.kernel_times.fitted_kernels import memory_seconds
 from stratagem.simulator.operators.kinds.traffic import Moved
 
@@ -70,18 +69,6 @@ BOUNDS = {
 
 FACTORS = ("batched", "backward", "winograd", "winograd_backward")
 """Constants that are fitted where there are rows that they decide."""
-
-
-@njit(cache=False)
-def _all_seconds(
-    shapes: Floats, units: float, peak: float, bandwidth: float, constants: Floats
-) -> Floats:  # pragma: no cover
-    """Seconds of one product of each line: rows, columns, depth, batch, bytes."""
-    out, rates = np.empty(shapes.shape[0]), (units, peak, bandwidth)
-    for i in range(shapes.shape[0]):
-        m, n, k, batch, moved = shapes[i]
-        out[i] = product_seconds(m, n, k, batch, moved, rates, constants)
-    return out
 
 
 class Rows:
@@ -120,19 +107,14 @@ class Rows:
             rate[self.flags[name]] *= getattr(constants, name)
         vector = constants.vector
         launch, vector = vector[-1], np.append(vector[:-1], 0.0)
-        # A rate scales compute time only, so groups of one rate are priced together.
-        out = np.zeros(len(self.keys))
-        for value in np.unique(rate):
-            chosen = np.flatnonzero(rate[self.owner] == value)
-            seconds = launch + _all_seconds(
-                self.shapes[chosen],
-                self.device.num_units,
-                self.peak * value,
-                self.device.memory_bandwidth_gb_s * 1e9,
-                vector,
-            )
-            np.add.at(out, self.owner[chosen], seconds)
-        return out
+        seconds = launch + all_product_seconds(
+            self.shapes,
+            self.peak * rate[self.owner],
+            float(self.device.num_units),
+            self.device.memory_bandwidth_gb_s * 1e9,
+            vector,
+        )
+        return np.bincount(self.owner, weights=seconds)
 
 
 def fit_products(measured: Measured, device: DeviceType) -> ProductConstants:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,3 +49,66 @@ def records(shape: int | tuple[int, ...], of: np.dtype[np.void]) -> Records:
         [0, 7]
     """
     return np.zeros(shape, of).view(np.recarray)
+
+
+def larger(one: Amounts, other: Amounts) -> Amounts:
+    """The larger of two numbers, or of each two of many: of numbers quicker than numpy.
+
+    Example:
+        >>> larger(2, 3.0), larger(np.array([1.0, 4.0]), 3.0)
+        (3.0, array([3., 4.]))
+    """
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        found: Floats = np.maximum(one, other)
+        return found
+    return max(one, other)
+
+
+def smaller(one: Amounts, other: Amounts) -> Amounts:
+    """The smaller of two numbers, or of each two of many.
+
+    Example:
+        >>> smaller(2, 3.0)
+        2
+    """
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        found: Floats = np.minimum(one, other)
+        return found
+    return min(one, other)
+
+
+def chosen(condition: Amounts | Flags, one: Amounts, other: Amounts) -> Amounts:
+    """One of two numbers by a condition, or of each two of many by conditions.
+
+    Example:
+        >>> chosen(True, 2.0, 3.0), chosen(np.array([True, False]), 2.0, 3.0)
+        (2.0, array([2., 3.]))
+    """
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, one, other)
+    return one if condition else other
+
+
+def rounded_up(amounts: Amounts) -> Amounts:
+    """A number, or each of many, rounded up.
+
+    Example:
+        >>> rounded_up(2.5), rounded_up(np.array([1.5, 3.0]))
+        (3, array([2., 3.]))
+    """
+    if isinstance(amounts, np.ndarray):
+        found: Floats = np.ceil(amounts)
+        return found
+    return math.ceil(amounts)
+
+
+def rounded(amounts: Amounts) -> Amounts:
+    """A number, or each of many, as the whole number that is nearest.
+
+    Example:
+        >>> rounded(2.6), rounded(np.array([1.4, 3.0]))
+        (3, array([1., 3.]))
+    """
+    if isinstance(amounts, np.ndarray):
+        return np.rint(amounts)
+    return round(amounts)

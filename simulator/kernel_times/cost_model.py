@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import enum
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-import numpy as np
-
-from stratagem.simulator.base.arrays import Amounts, Floats
+from stratagem.simulator.base.arrays import Amounts, Floats, larger, rounded_up
 from stratagem.simulator.graph.image_splits import with_halos
 from stratagem.simulator.hardware.core_pace import OF_OTHERS, OF_PRODUCTS, Pace
 from stratagem.simulator.hardware.device_type import DeviceType
@@ -68,10 +67,15 @@ class Costs(NamedTuple):
     source: CostSource
     relative_error: float
 
-    @property
-    def of_one(self) -> Cost:
-        """As the cost of a single shard."""
-        return Cost(float(self.seconds), self.source, self.relative_error)
+
+def of_one(costs: Costs) -> Cost:
+    """What a single shard costs.
+
+    Example:
+        >>> of_one(Costs(np.float64(2.0), CostSource.FITTED, 0.1))
+        Cost(seconds=2.0, source=<CostSource.FITTED: 'fitted'>, relative_error=0.1)
+    """
+    return Cost(float(costs.seconds), costs.source, costs.relative_error)
 
 
 Columns = Mapping[str, Floats]
@@ -237,7 +241,34 @@ def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Trainin
     return inputs + outputs
 
 
-class RooflineCosts:
+class CostsByFormula(ABC):
+    """A cost model by a formula, which numpy does of many shards as it does of one."""
+
+    @abstractmethod
+    def formula(
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
+    ) -> Costs:
+        """Of a shard, or of many whose sizes are arrays (see `as_sizes`)."""
+
+    def operator_cost(
+        self, operator: Operator, sizes: Mapping[str, int], *asked: Any, **named: Any
+    ) -> Cost:
+        """See `CostModel`."""
+        return of_one(self.formula(operator, sizes, *asked, **named))
+
+    def operator_costs(
+        self, operator: Operator, sizes: Columns, *asked: Any, **named: Any
+    ) -> Costs:
+        """See `CostsOfMany`."""
+        return self.formula(operator, as_sizes(sizes), *asked, **named)
+
+
+class RooflineCosts(CostsByFormula):
     """The larger of arithmetic and memory time, over the efficiencies of the device, plus
     launches.
 
@@ -259,29 +290,7 @@ class RooflineCosts:
     def __repr__(self) -> str:
         return "<RooflineCosts: arithmetic or memory, whichever takes longer>"
 
-    def operator_cost(
-        self,
-        operator: Operator,
-        sizes: Mapping[str, int],
-        direction: Direction,
-        training: Training,
-        device: DeviceType,
-    ) -> Cost:
-        """See `CostModel`."""
-        return self.costs(operator, sizes, direction, training, device).of_one
-
-    def operator_costs(
-        self,
-        operator: Operator,
-        sizes: Columns,
-        direction: Direction,
-        training: Training,
-        device: DeviceType,
-    ) -> Costs:
-        """See `CostsOfMany`."""
-        return self.costs(operator, as_sizes(sizes), direction, training, device)
-
-    def costs(
+    def formula(
         self,
         operator: Operator,
         sizes: Mapping[str, int],
@@ -289,7 +298,7 @@ class RooflineCosts:
         training: Training,
         device: DeviceType,
     ) -> Costs:
-        """Of a shard, or of many whose sizes are arrays."""
+        """See `CostsByFormula`."""
         kind = kind_of(operator)
         backward = direction is Direction.BACKWARD
         steps = operator.attributes.get("steps", ())
@@ -303,7 +312,7 @@ class RooflineCosts:
             moved, kernels = moved + rounding.nbytes, kernels + rounding.kernels
         memory = moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)
         compute = flops / self._flop_rate(operator, sizes, training, device)
-        seconds = np.maximum(compute, memory) + kernels * device.launch_us * 1e-6
+        seconds = larger(compute, memory) + kernels * device.launch_us * 1e-6
         return Costs(seconds, CostSource.ROOFLINE, self.relative_error)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
@@ -334,8 +343,8 @@ def tile_efficiency(
     best: Amounts = 0.0
     for edges, reuse in (((1, 1), 1.0), ((1, 2), 0.9), ((2, 2), 0.8)):
         tall, wide = (max(1, device.tile // edge) for edge in edges)
-        tiles = np.ceil(rows / tall) * np.ceil(columns / wide) * batch
-        waves = np.ceil(tiles / device.num_units)
+        tiles = rounded_up(rows / tall) * rounded_up(columns / wide) * batch
+        waves = rounded_up(tiles / device.num_units)
         useful = rows * columns * batch / (waves * device.num_units * tall * wide)
-        best = np.maximum(best, useful * reuse)
+        best = larger(best, useful * reuse)
     return best

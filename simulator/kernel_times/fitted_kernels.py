@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Amounts
+from stratagem.simulator.base.arrays import Amounts, larger, rounded_up, smaller
 from stratagem.simulator.base.precision import FORMATS
 from stratagem.simulator.hardware.device_type import (
     AttentionConstants,
@@ -20,14 +20,14 @@ from stratagem.simulator.hardware.device_type import (
     MemoryConstants,
 )
 from stratagem.simulator.kernel_times.cost_model import (
-    Columns,
     Cost,
     CostModel,
     Costs,
+    CostsByFormula,
     CostSource,
     Direction,
     RooflineCosts,
-    as_sizes,
+    of_one,
 )
 from stratagem.simulator.kernel_times.matrix_products import Multiplier
 from stratagem.simulator.kernel_times.memory_traffic import (
@@ -57,7 +57,7 @@ FLASH_BACKWARD_FLOPS = 2.5
 """Backward computes the scores again: five products where forward has two."""
 
 
-class KernelModelCosts:
+class KernelModelCosts(CostsByFormula):
     """Costs by the fitted constants of a device, by a roofline where it has none.
 
     Example:
@@ -73,29 +73,7 @@ class KernelModelCosts:
     def __repr__(self) -> str:
         return "<KernelModelCosts: fitted constants of devices, rooflines where there are none>"
 
-    def operator_cost(
-        self,
-        operator: Operator,
-        sizes: Mapping[str, int],
-        direction: Direction,
-        training: Training,
-        device: DeviceType,
-    ) -> Cost:
-        """See `CostModel`."""
-        return self._costs(operator, sizes, direction, training, device).of_one
-
-    def operator_costs(
-        self,
-        operator: Operator,
-        sizes: Columns,
-        direction: Direction,
-        training: Training,
-        device: DeviceType,
-    ) -> Costs:
-        """See `CostsOfMany`."""
-        return self._costs(operator, as_sizes(sizes), direction, training, device)
-
-    def _costs(
+    def formula(
         self,
         operator: Operator,
         sizes: Mapping[str, int],
@@ -103,19 +81,19 @@ class KernelModelCosts:
         training: Training,
         device: DeviceType,
     ) -> Costs:
-        """Of a shard, or of many whose sizes are arrays."""
+        """See `CostsByFormula`."""
         given = (operator, sizes, direction, training, device)
         product = kind_of(operator).product
         if product is None:
             if device.memory is None:
-                return self._roofline.costs(*given)
+                return self._roofline.formula(*given)
             return _traffic_cost(*given, device.memory)
         if product.fused and device.attention is not None:
             cost = _attention_cost(*given, device.attention)
         elif not product.fused and training.formats.products in device.products:
             cost = _product_cost(*given)
         else:
-            return self._roofline.costs(*given)
+            return self._roofline.formula(*given)
         return cost if direction is Direction.BACKWARD else _rounded_first(cost, *given)
 
     def update_cost(self, num_parameters: int, training: Training, device: DeviceType) -> Cost:
@@ -123,7 +101,7 @@ class KernelModelCosts:
         if device.memory is None:
             return self._roofline.update_cost(num_parameters, training, device)
         moved = Moved(float(num_parameters * training.update_bytes), 1)
-        return _memory_cost(moved, "elementwise", device, device.memory).of_one
+        return of_one(_memory_cost(moved, "elementwise", device, device.memory))
 
 
 def default_costs() -> CostModel:
@@ -156,7 +134,7 @@ def memory_seconds(
     moved: Moved, share: float, device: DeviceType, memory: MemoryConstants
 ) -> Amounts:
     """Time of kernels that move bytes at a share of the bandwidth; the first ones stay in L2."""
-    near = np.minimum(moved.nbytes, memory.l2_mib * 2**20 * np.maximum(1, moved.kernels))
+    near = smaller(moved.nbytes, memory.l2_mib * 2**20 * larger(1, moved.kernels))
     counted = moved.nbytes - near + near / memory.l2_gain
     rate = device.memory_bandwidth_gb_s * 1e9 * share
     return counted / rate + moved.kernels * memory.launch_us * 1e-6
@@ -165,7 +143,7 @@ def memory_seconds(
 def _memory_cost(moved: Moved, family: str, device: DeviceType, memory: MemoryConstants) -> Costs:
     seconds = memory_seconds(moved, memory.share(family), device, memory)
     launches = moved.kernels * device.launch_us * 1e-6
-    return Costs(np.maximum(seconds, launches), CostSource.FITTED, memory.relative_error)
+    return Costs(larger(seconds, launches), CostSource.FITTED, memory.relative_error)
 
 
 def _traffic_cost(
@@ -226,7 +204,7 @@ def _product_cost(
             share = device.memory.share("elementwise")
             seconds += memory_seconds(Moved(summed, 1), share, device, device.memory)
             kernels += 1
-    seconds = np.maximum(seconds, kernels * device.launch_us * 1e-6)
+    seconds = larger(seconds, kernels * device.launch_us * 1e-6)
     return Costs(seconds, CostSource.FITTED, constants.relative_error)
 
 
@@ -245,16 +223,16 @@ def _attention_cost(
     query = math.prod(sizes[n] for n in operator.outputs[0].layout[-2])
     head = math.prod(sizes[n] for n in operator.outputs[0].layout[-1])
     keys = math.prod(sizes[n] for n in operator.inputs[1].layout[-2])
-    padded = HEAD_DIM_STEP * np.ceil(head / HEAD_DIM_STEP)
+    padded = HEAD_DIM_STEP * rounded_up(head / HEAD_DIM_STEP)
     backward = direction is Direction.BACKWARD
     share: Amounts = constants.backward if backward else constants.forward
     half = constants.head_dim
     share = share * (_saturation(padded, half) / _saturation(128, half))
     share = share * FLASH_SHARES[training.flash_version][backward]
     share = share * (head / padded * keys / (keys + constants.keys))
-    flops = kind_of(operator).flops(operator, sizes)
+    flops: Amounts = kind_of(operator).flops(operator, sizes)
     if operator.attributes.get("causal"):
-        longest = np.maximum(query, keys)
+        longest = larger(query, keys)
         flops = flops * ((longest + ATTENTION_TILE) / longest)
     flops = flops * (FLASH_BACKWARD_FLOPS if backward else 1.0)
     busy = _busy(operator, query, sizes, device)
@@ -262,8 +240,8 @@ def _attention_cost(
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
     if device.memory is not None:
         rate = device.memory.share("elementwise")
-        seconds = np.maximum(seconds, memory_seconds(moved, rate, device, device.memory))
-    seconds = np.maximum(seconds, moved.kernels * device.launch_us * 1e-6)
+        seconds = larger(seconds, memory_seconds(moved, rate, device, device.memory))
+    seconds = larger(seconds, moved.kernels * device.launch_us * 1e-6)
     return Costs(seconds, CostSource.FITTED, constants.relative_error)
 
 
@@ -274,6 +252,5 @@ def _saturation(size: Amounts, half: float) -> Amounts:
 def _busy(operator: Operator, query: int, sizes: Mapping[str, int], device: DeviceType) -> Amounts:
     """Share of the processors that tiles of queries keep busy, when they do not fill them."""
     heads = math.prod(sizes[n] for n in factors(operator.outputs[0].layout[:-2]))
-    tiles = heads * np.ceil(query / ATTENTION_TILE)
-    busy: Amounts = np.minimum(1.0, tiles / device.num_units)
-    return busy
+    tiles = heads * rounded_up(query / ATTENTION_TILE)
+    return smaller(1.0, tiles / device.num_units)

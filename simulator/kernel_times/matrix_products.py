@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratagem.simulator.base.arrays import Amounts
+from stratagem.simulator.base.arrays import Amounts, Flags, chosen, rounded
 from stratagem.simulator.hardware.device_type import DeviceType, ProductConstants
-from stratagem.simulator.kernel_times._matrix_product_time import all_product_seconds
+from stratagem.simulator.kernel_times._matrix_product_time import (
+    all_product_seconds,
+    product_seconds,
+)
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of, product_of
 from stratagem.simulator.operators.operator import Operator, shape_of
 
@@ -46,29 +49,31 @@ class Multiplier:
     itemsize: int
     constants: ProductConstants
 
-    def seconds(self, product: Product, gain: float = 1.0, *, aligned: Amounts = True) -> Amounts:
+    def seconds(
+        self, product: Product, gain: float = 1.0, *, aligned: bool | Flags = True
+    ) -> Amounts:
         """Time of one kernel whose arithmetic runs at `gain` times the usual rate.
 
         Sizes of a product may be arrays: then it is many products, and so is the time.
         """
-        constants, batched = self.constants, np.greater(product.batch, 1)
+        constants, batched = self.constants, product.batch > 1
         rate = gain * self.device.peak_flops(self.precision)
-        usual = np.where(batched, rate * constants.batched, rate)
-        slow = np.where(batched, self.device.vector_tflops * 1e12, usual * constants.misaligned)
+        usual = chosen(batched, rate * constants.batched, rate)
+        slow = chosen(batched, self.device.vector_tflops * 1e12, usual * constants.misaligned)
         sizes = (*product[:4], product.elements * self.itemsize)
-        rates = np.where(aligned, usual, slow)
-        count = max(map(np.size, (*sizes, rates)))
+        rates = chosen(aligned, usual, slow)
+        units, byte_rate = float(self.device.num_units), self.device.memory_bandwidth_gb_s * 1e9
+        many = [each.size for each in (*sizes, rates) if isinstance(each, np.ndarray)]
+        if not many:
+            rows, columns, depth, batch, moved = map(float, sizes)
+            device = units, float(rates), byte_rate
+            return product_seconds(rows, columns, depth, batch, moved, device, constants.vector)
+        count = max(many)
         products = np.empty((count, len(sizes)))
         for place, size in enumerate(sizes):
             products[:, place] = size
-        found = all_product_seconds(
-            products,
-            np.full(count, rates),
-            float(self.device.num_units),
-            self.device.memory_bandwidth_gb_s * 1e9,
-            constants.vector,
-        )
-        return found if count > 1 else float(found[0])
+        rates = np.full(count, rates)
+        return all_product_seconds(products, rates, units, byte_rate, constants.vector)
 
     def forward(self, operator: Operator, sizes: Mapping[str, int]) -> Amounts:
         """The forward products of an operator."""
@@ -95,7 +100,7 @@ class Multiplier:
             total += sum(self.seconds(each, gain, aligned=aligned) for each in (left, right))
         return total
 
-    def _aligned(self, product: Product) -> Amounts:
+    def _aligned(self, product: Product) -> bool | Flags:
         """Whether every line of the three matrices starts at a multiple of 16 bytes.
 
         A head dim of 108 and 2 bytes does not. Only matrix units care, and so only the lower
@@ -104,8 +109,7 @@ class Multiplier:
         step = ALIGNED_BYTES // self.itemsize
         if self.itemsize > 2:
             return True
-        fits: Amounts = np.logical_and(product.columns % step == 0, product.depth % step == 0)
-        return fits
+        return (product.columns % step == 0) & (product.depth % step == 0)
 
 
 def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Product, ...]:
@@ -114,7 +118,7 @@ def forward_products(operator: Operator, sizes: Mapping[str, int]) -> tuple[Prod
     rows, columns, batch = product.shape(operator, sizes)
     if not product.per_input:
         flops = kind_of(operator).flops(operator, sizes)
-        depth = np.rint(flops / (2 * rows * columns * batch))
+        depth = rounded(flops / (2 * rows * columns * batch))
         return (Product(rows, columns, depth, batch, _elements(operator, sizes)),)
     made = rows * columns
     depths = [shape_of(read.layout, sizes)[-1] for read in operator.inputs]

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from stratagem.simulator.base.arrays import Amounts
 from stratagem.simulator.operators.kinds.kind_record import (
     OperatorKind,
@@ -132,12 +130,11 @@ def _step_backward(
     total: Amounts = 0.0
     kernels: Amounts = 0
     if function in _PASSED_ON:
-        like_result = sum(np.equal(chain.nbytes(r), chain.whole) for r in references)
-        closes = np.greater(like_result, 1)
+        closes = sum(chain.nbytes(r) == chain.whole for r in references) > 1
         total, kernels = 3.0 * chain.whole * closes, 1 * closes
     for reference in references:
         read = chain.nbytes(reference)
-        small = np.less(read, chain.whole)
+        small = read < chain.whole
         if function not in _PASSED_ON:
             saved = (
                 len(references) > 1
