@@ -114,7 +114,8 @@ class Rows:
             self.device.memory_bandwidth_gb_s * 1e9,
             vector,
         )
-        return np.bincount(self.owner, weights=seconds)
+        found: Floats = np.bincount(self.owner, weights=seconds).astype(np.float64)
+        return found
 
 
 def fit_products(measured: Measured, device: DeviceType) -> ProductConstants:
