@@ -542,7 +542,7 @@ class SearchCourse:
                 return 0
             listed = first_policies(weak)[: min(self._effort.together, left)]
             self.report("sharpening bounds", 0.35 - 0.1 * left / most)
-            done = self._bound_entries(listed, stop, self._rules.enough)
+            done = self._bound_entries(listed, stop, self._rules.enough, self._rules.enough)
             left, work_left = left - len(done), work_left - sum(done)
             if len(done) < len(listed):
                 return left

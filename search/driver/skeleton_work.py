@@ -52,6 +52,10 @@ WORK_OF_CHOICES = 40_000
 """Beside its pairs of choices an operator takes as much work as so many of them."""
 
 
+BEYOND = 1.005
+"""Of what is enough bounds go a little farther, as another round takes little."""
+
+
 class Sharpener:
     """Bounds skeletons of one search, settles plans on them and refines these.
 
@@ -131,7 +135,7 @@ class Sharpener:
                 lean, _ = self.problem(known, without)
                 work += work_of(lean)
                 reach = least if least < best else 0.0
-                bound, shared = self.without_memory(lean, known, best, reach)
+                bound, shared = self.without_memory(lean, known, min(best, BEYOND * enough), reach)
                 if bound >= min(best, enough):
                     return Sharpened(Fate.BOUNDED, bound, shared, work=work)
             problem, left_out = self.problem(known)
