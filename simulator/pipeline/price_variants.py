@@ -42,9 +42,12 @@ def step_variants(priced: Sequence[PricedPipeline]) -> list[int]:
         together = _joined_pipeline(priced)
     except _NotAlikeError:
         return [each.step_ns(each.first) for each in priced]
+    on_parts = any(stage.cells.split for stage in together.placed)
     found = []
     for k, each in enumerate(priced):
-        durations = together.block_durations(np.full_like(each.first, k))
+        # On which cells a conversion is depends on its path, which is another where links are.
+        own = replace(together, builders=each.builders) if on_parts else together
+        durations = own.block_durations(np.full_like(each.first, k))
         each.fill_crossings(durations, each.first)
         found.append(simulate(together.macro.with_durations(durations)).makespan)
     return found

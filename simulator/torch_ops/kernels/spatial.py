@@ -82,7 +82,9 @@ def _filters_merged(operator: Operator, weight: Tensor) -> Tensor:
 def _channels_apart(operator: Operator, made: Tensor, groups: int) -> Tensor:
     if operator.attributes["groups"] == 1:
         return made
-    return made.reshape(made.shape[0], groups, -1, *made.shape[2:])
+    # In full: of a rank that has none of the last samples the rest cannot be told.
+    each = made.shape[1] // groups
+    return made.reshape(made.shape[0], groups, each, *made.shape[2:])
 
 
 def pool2d(operator: Operator, shards: Shards, inputs: Tensors, weights: Tensors) -> Tensor:

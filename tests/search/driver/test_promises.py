@@ -123,6 +123,9 @@ def check_constraints(
         assert free.bound is not None
         assert free.listed_bound is not None
         assert free.bound <= free.listed_bound <= free.simulation.step_time
+    if wishes.bucket_bytes is None:
+        # A search takes the buckets of its fastest baseline, which a constraint may not allow.
+        wishes = replace(wishes, bucket_bytes=free.plan.bucket_bytes)
     try:
         tight = quick(graph, cluster, schedules=schedules, space=wishes)
     except ValueError as error:

@@ -90,6 +90,17 @@ def test_a_step_under_each_of_several_prices_is_what_it_is_alone(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks are laid out once for all prices: to the nanosecond, and without laying out more."""
+    _steps_are_what_they_are_alone(name, seed, monkeypatch)
+
+
+def test_conversions_are_on_the_cells_of_their_own_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links in nodes a sixth faster made another path the cheapest: 16.28 ms, and 16.19 on the
+    cells of the path before.
+    """
+    _steps_are_what_they_are_alone("gpt", 7, monkeypatch)
+
+
+def _steps_are_what_they_are_alone(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     plan = cells.random_plan(name, rng, pins=0.5 if seed % 2 else 0.0, blocking=seed == 2)
     graph = cells.model_graph(name)
