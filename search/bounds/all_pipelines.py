@@ -295,23 +295,25 @@ class PipelineWork:
         """
         if self._asked:
             raise TypeError("which ways to run there are depends on the sizes of a shard")
-        found = np.full(len(next(iter(sizes.values()))), np.inf)
+        found: list[Floats] = []
         for builder in self._builders(model):
             there, back = builder.all_shard_seconds(i, sizes)
-            found = np.minimum(found, there + back + (there if recompute else 0.0))
-        return found
+            found.append(there + back + (there if recompute else 0.0))
+        least: Floats = np.minimum.reduce(found)
+        return least
 
     def _each_seconds(
         self, model: MicrobatchModel, i: int, recompute: bool, sizes: dict[str, Floats]
     ) -> Floats:
         """The same one by one; a shard of a microbatch is as long as one of the batch."""
         kind = self._models[1].kinds[i], recompute
-        lines = np.stack(list(sizes.values()), axis=1).astype(np.int64).tolist()
-        for line in map(tuple, lines):
+        # Of an operator without dims there is one shard, which has no sizes.
+        lines = [tuple(map(int, line)) for line in zip(*sizes.values(), strict=True)] or [()]
+        for line in lines:
             if (*kind, line) not in self._known:
                 shard = dict(zip(sizes, line, strict=True))
                 self._known[*kind, line] = self._shard_seconds(model, i, shard, recompute)
-        return np.array([self._known[*kind, tuple(line)] for line in lines])
+        return np.array([self._known[*kind, line] for line in lines])
 
     def _shard_seconds(
         self, model: MicrobatchModel, i: int, sizes: dict[str, int], recompute: bool

@@ -241,11 +241,11 @@ class TestLinks:
         assert did[taken - len(before) : taken] == before
 
     def test_ranks_wait_for_whichever_is_slow(self, monkeypatch):
-        """Two ranks that take turns to take twice as long: the last takes 4 ms, the mean 3."""
-        monkeypatch.setattr(collective_timing, "WORK_SECONDS", 0.003)
+        """Two ranks that take turns to take twice as long: the last takes 40 ms, the mean 30."""
+        monkeypatch.setattr(collective_timing, "WORK_SECONDS", 0.03)
 
         def waited(comm):
-            turns = itertools.cycle((0.004, 0.002) if comm.rank else (0.002, 0.004))
+            turns = itertools.cycle((0.04, 0.02) if comm.rank else (0.02, 0.04))
             work = collective_timing._MeetingWork(comm, 2, lambda: time.sleep(next(turns)))
             return work.waits()
 

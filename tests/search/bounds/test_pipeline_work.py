@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,13 @@ from stratagem.searcher.space.skeletons import (
     stage_meshes,
 )
 from stratagem.searcher.space.stage_cuts import cut_stages
+from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import gpt, mlp
+from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh
-from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.cost_model import Cost
+from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.sharding.choice import Choice
 from tests.support.plans import crossed
@@ -150,3 +154,39 @@ def test_more_ranks_and_fuller_recompute_only_raise_it() -> None:
         assert found == sorted(found)
         assert full.seconds(parts, 2, fills=True) > found[0]
         assert plain.seconds(parts, 2, fills=False) <= found[0]
+
+
+class OneByOne(KernelModelCosts):
+    """Prices each shard by itself, as a cost model of somebody's own does."""
+
+    def operator_cost(self, *asked: Any, **named: Any) -> Cost:
+        return super().operator_cost(*asked, **named)
+
+
+def scalar_loss() -> OperatorGraph:
+    """One whose last operator has no dims: there is nothing of it to cut."""
+    build = GraphBuilder("scalar loss")
+    x, weight = build.input("x", (8, 16)), build.parameter("w", (16, 16))
+    made = build.mean(build.linear(x, weight, name="layer"))
+    root = build.elementwise([made], [["sqrt", [["in", 0]]]], name="root")
+    return build.build(root)
+
+
+def layer_of_gpt() -> OperatorGraph:
+    return gpt(num_layers=1, hidden=64, num_heads=4, batch=6)
+
+
+@pytest.mark.parametrize("chunks", [(1,), (1, 2)])
+@pytest.mark.parametrize(
+    "make", [scalar_loss, lambda: gpt(num_layers=1, hidden=64, num_heads=4, batch=6)]
+)
+def test_shards_priced_at_once_bound_as_shards_one_by_one(
+    make: Callable[[], OperatorGraph], chunks: tuple[int, ...]
+) -> None:
+    graph, cluster = make(), Cluster.preset("dgx-a100", num_nodes=1)
+    found = []
+    for costs in (default_costs(), OneByOne()):
+        models = MicrobatchModels(Situation(graph, cluster, Training("bfloat16"), costs))
+        work = PipelineWork(models, Options(chunks=chunks), ("none", "full"))
+        found.append([work.seconds(n, 2, fills=True) for n in graph.microbatch_counts])
+    assert found[0] == found[1]
