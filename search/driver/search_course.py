@@ -278,7 +278,8 @@ class SearchCourse:
         few = [e for e in known if e.num_passes <= most]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
-        work, evaluations = self._effort.near_work, self._effort.near_evaluations
+        work = self._effort.near_work
+        evaluations = self._effort.near_evaluations.of(self.space.num_operators)
         if (ended := self._search_all(few, work=work, most=evaluations)) is not None:
             return ended
         if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):

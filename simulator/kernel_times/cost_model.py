@@ -72,6 +72,7 @@ def of_one(costs: Costs) -> Cost:
     """What a single shard costs.
 
     Example:
+        >>> import numpy as np
         >>> of_one(Costs(np.float64(2.0), CostSource.FITTED, 0.1))
         Cost(seconds=2.0, source=<CostSource.FITTED: 'fitted'>, relative_error=0.1)
     """
@@ -218,6 +219,7 @@ def as_sizes(columns: Columns) -> Mapping[str, int]:
     """Sizes of many shards, for functions of the sizes of one: what they do, numpy does of many.
 
     Example:
+        >>> import numpy as np
         >>> from stratagem.simulator.graph.models import mlp
         >>> layer = mlp([8, 4], batch=2).operator("layers.0")
         >>> rows = {"sample": np.array([1.0, 2.0])}
