@@ -262,9 +262,8 @@ class PipelineWork:
             self._models.situation.clock.check()
             operator = model.graph.operators[i]
             ways, needed, sizes = self._divisions(operator)
-            try:
-                seconds = self._all_seconds(model, i, recompute, sizes)
-            except TypeError:
+            seconds = self._all_seconds(model, i, recompute, sizes)
+            if seconds is None:
                 seconds = self._each_seconds(model, i, recompute, sizes)
             self._priced[key] = _Shards(ways, needed, seconds)
         return self._priced[key]
@@ -287,17 +286,18 @@ class PipelineWork:
 
     def _all_seconds(
         self, model: MicrobatchModel, i: int, recompute: bool, sizes: dict[str, Floats]
-    ) -> Floats:
-        """Seconds of shards on the device that does best, priced at once.
-
-        Raises:
-            TypeError: they are priced one by one.
+    ) -> Floats | None:
+        """Seconds of shards on the device that does best, priced at once; None where they cannot
+        be: which ways to run there are depends on a shard's sizes.
         """
         if self._asked:
-            raise TypeError("which ways to run there are depends on the sizes of a shard")
+            return None
         found: list[Floats] = []
         for builder in self._builders(model):
-            there, back = builder.all_shard_seconds(i, sizes)
+            both = builder.all_shard_seconds(i, sizes)
+            if both is None:
+                return None
+            there, back = both
             found.append(there + back + (there if recompute else 0.0))
         least: Floats = np.minimum.reduce(found)
         return least

@@ -1,4 +1,4 @@
-"""Names of array types, by what they count."""
+"""Names of array types, by what they count; arithmetic of one number as of many."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from stratagem.simulator.base.arrays import Amounts, Floats, larger, rounded_up
 from stratagem.simulator.graph.image_splits import with_halos
@@ -119,52 +119,6 @@ class LaunchTimes(Protocol):
 
 
 @runtime_checkable
-class CostsOfMany(Protocol):
-    """A cost model that prices many shards of an operator at once, as `operator_cost` does each.
-
-    A kind of operator whose functions look at a single number cannot be priced so, and numpy
-    says so: its shards are priced one by one.
-    """
-
-    def operator_costs(
-        self,
-        operator: Operator,
-        sizes: Columns,
-        direction: Direction,
-        training: Training,
-        device: DeviceType,
-    ) -> Costs:
-        """Times of one pass over shards of an operator.
-
-        Raises:
-            TypeError: functions of its kind are about single numbers.
-            ValueError: the same.
-        """
-        ...
-
-
-def costs_of_many(costs: CostModel) -> CostsOfMany | None:
-    """A cost model as what prices many shards at once; None where it does not.
-
-    Nor does one that inherits this, and has another `operator_cost` of its own.
-
-    Example:
-        >>> class Slower(RooflineCosts):
-        ...     def operator_cost(self, *asked):
-        ...         return replace(super().operator_cost(*asked), seconds=1.0)
-        >>> costs_of_many(RooflineCosts()), costs_of_many(Slower())
-        (<RooflineCosts: arithmetic or memory, whichever takes longer>, None)
-    """
-    for holder in (costs, *type(costs).__mro__):
-        own = getattr(holder, "__dict__", {})
-        if "operator_costs" in own:
-            return costs if isinstance(costs, CostsOfMany) else None
-        if "operator_cost" in own:
-            return None
-    return None
-
-
-@runtime_checkable
 class PacedCosts(Protocol):
     """A cost model that knows at which pace of the cores its times hold."""
 
@@ -244,7 +198,11 @@ def tensor_bytes(operator: Operator, sizes: Mapping[str, int], training: Trainin
 
 
 class CostsByFormula(ABC):
-    """A cost model by a formula, which numpy does of many shards as it does of one."""
+    """A cost model by a formula, which numpy does of many shards as it does of one.
+
+    A kind of operator whose functions look at a single number cannot be priced so, and numpy
+    says so: its shards are priced one by one.
+    """
 
     @abstractmethod
     def formula(
@@ -255,19 +213,41 @@ class CostsByFormula(ABC):
         training: Training,
         device: DeviceType,
     ) -> Costs:
-        """Of a shard, or of many whose sizes are arrays (see `as_sizes`)."""
+        """Of a shard, or of many whose sizes are arrays (see `as_sizes`).
+
+        Raises:
+            TypeError: of arrays, where functions of the kind are about single numbers.
+            ValueError: the same.
+        """
 
     def operator_cost(
-        self, operator: Operator, sizes: Mapping[str, int], *asked: Any, **named: Any
+        self,
+        operator: Operator,
+        sizes: Mapping[str, int],
+        direction: Direction,
+        training: Training,
+        device: DeviceType,
     ) -> Cost:
         """See `CostModel`."""
-        return of_one(self.formula(operator, sizes, *asked, **named))
+        return of_one(self.formula(operator, sizes, direction, training, device))
 
-    def operator_costs(
-        self, operator: Operator, sizes: Columns, *asked: Any, **named: Any
-    ) -> Costs:
-        """See `CostsOfMany`."""
-        return self.formula(operator, as_sizes(sizes), *asked, **named)
+
+def formula_of(costs: CostModel) -> CostsByFormula | None:
+    """A cost model as one whose formula prices many shards at once; None where it has none.
+
+    Nor has one that inherits it, but has another `operator_cost` of its own.
+
+    Example:
+        >>> class Slower(RooflineCosts):
+        ...     def operator_cost(self, *asked):
+        ...         return replace(super().operator_cost(*asked), seconds=1.0)
+        >>> formula_of(RooflineCosts()), formula_of(Slower())
+        (<RooflineCosts: arithmetic or memory, whichever takes longer>, None)
+    """
+    if not isinstance(costs, CostsByFormula):
+        return None
+    asked = getattr(costs.operator_cost, "__func__", None)
+    return costs if asked is CostsByFormula.operator_cost else None
 
 
 class RooflineCosts(CostsByFormula):

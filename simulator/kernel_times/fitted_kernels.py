@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from stratagem.simulator.base.arrays import Amounts, larger, rounded_up, smaller
 from stratagem.simulator.base.precision import FORMATS
 from stratagem.simulator.hardware.device_type import (
@@ -199,10 +197,10 @@ def _product_cost(
             kernels += added.kernels
     else:
         seconds, kernels = multiplier.backward(operator, sizes), 2 * products
-        summed = bias_gradient_bytes(operator, sizes, training)
-        if np.any(summed) and device.memory is not None:
+        if product_of(operator).has_bias(operator) and device.memory is not None:
             share = device.memory.share("elementwise")
-            seconds += memory_seconds(Moved(summed, 1), share, device, device.memory)
+            summed = Moved(bias_gradient_bytes(operator, sizes, training), 1)
+            seconds += memory_seconds(summed, share, device, device.memory)
             kernels += 1
     seconds = larger(seconds, kernels * device.launch_us * 1e-6)
     return Costs(seconds, CostSource.FITTED, constants.relative_error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ from stratagem.simulator.hardware.cluster import Calibration
 from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import (
     Columns,
-    Cost,
     CostModel,
-    CostsOfMany,
+    CostsByFormula,
+    CostSource,
     Direction,
     LaunchTimes,
-    costs_of_many,
+    as_sizes,
+    formula_of,
 )
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.experts import with_loads
@@ -82,8 +83,8 @@ class KernelPrices:
         self, operator: Operator, shards: Iterable[Mapping[str, int]], direction: Direction
     ) -> None:
         """Price those of some shards that are not known at once, where that can be."""
-        loaded = with_loads(operator, self.training.expert_loads)
-        kind, forward = self.number(loaded.signature), direction is Direction.FORWARD
+        operator = with_loads(operator, self.training.expert_loads)
+        kind, forward = self.number(operator.signature), direction is Direction.FORWARD
         keyed = {(kind, tuple(each.values()), forward, self._types): each for each in shards}
         unknown = [key for key in keyed if key not in self.known]
         if len(unknown) < FEW_SHARDS:
@@ -97,6 +98,7 @@ class KernelPrices:
 
     def of_many(self, operator: Operator, sizes: Columns, direction: Direction) -> Floats | None:
         """Seconds of many shards at once, as `of` says of each; None where that cannot be."""
+        operator = with_loads(operator, self.training.expert_loads)
         found = self._many(operator, sizes, direction)
         return None if found is None else found[0] * (1 + self.wait)
 
@@ -104,53 +106,44 @@ class KernelPrices:
         self, operator: Operator, sizes: Columns, direction: Direction
     ) -> tuple[Floats, float, str] | None:
         """What `_cost` says of many shards at once; None where they are priced one by one."""
-        if self._costs_of_many is None or len(self.devices) > 1:
+        if self._formula is None or len(self.devices) > 1:
             return None
-        operator = with_loads(operator, self.training.expert_loads)
-        scale = self.calibration.scale(matmul=kind_of(operator).product is not None)
-        device = self.calibration.device(self.devices[0], scale)
-        given = operator, sizes, direction, self.training, device
+        matmul = kind_of(operator).product is not None
+        device = self._calibrated(self.devices[0], matmul=matmul)
+        given = operator, as_sizes(sizes), direction, self.training, device
         try:
-            found = self._costs_of_many.operator_costs(*given)
+            found = self._formula.formula(*given)
         except (TypeError, ValueError):  # Of single numbers alone; what is wrong is told there.
             return None
-        corrected = found.seconds if found.source.is_timed else found.seconds * scale
+        corrected = found.seconds * self._correction(found.source, matmul=matmul)
         seconds = np.full(next(map(len, sizes.values()), 1), corrected)
         return seconds, found.relative_error, found.source.value
 
     @cached_property
-    def _costs_of_many(self) -> CostsOfMany | None:
-        return costs_of_many(self.costs)
+    def _formula(self) -> CostsByFormula | None:
+        return formula_of(self.costs)
 
     def _cost(
         self, operator: Operator, sizes: Mapping[str, int], direction: Direction
     ) -> KernelPrice:
         matmul = kind_of(operator).product is not None
-        scale = self.calibration.scale(matmul=matmul)
-        costs = [
-            self._calibrated(
-                self.costs.operator_cost(
-                    operator,
-                    sizes,
-                    direction,
-                    self.training,
-                    self.calibration.device(device, scale),
-                ),
-                matmul=matmul,
-            )
-            for device in self.devices
-        ]
-        worst = max(costs, key=lambda cost: cost.seconds)
-        return KernelPrice(worst.seconds, worst.relative_error, worst.source.value)
+        prices = []
+        for device in self.devices:
+            calibrated = self._calibrated(device, matmul=matmul)
+            cost = self.costs.operator_cost(operator, sizes, direction, self.training, calibrated)
+            seconds = cost.seconds * self._correction(cost.source, matmul=matmul)
+            prices.append(KernelPrice(seconds, cost.relative_error, cost.source.value))
+        return max(prices, key=lambda price: price.seconds)
 
-    def _calibrated(self, cost: Cost, *, matmul: bool) -> Cost:
-        """A cost as training on the cluster shows it: the scales correct a model of the device.
+    def _calibrated(self, device: DeviceType, *, matmul: bool) -> DeviceType:
+        return self.calibration.device(device, self.calibration.scale(matmul=matmul))
+
+    def _correction(self, source: CostSource, *, matmul: bool) -> float:
+        """To a cost as training on the cluster shows it: the scales correct a model of the device.
 
         What was timed on the device has nothing to correct.
         """
-        if cost.source.is_timed:
-            return cost
-        return replace(cost, seconds=cost.seconds * self.calibration.scale(matmul=matmul))
+        return 1.0 if source.is_timed else self.calibration.scale(matmul=matmul)
 
     @cached_property
     def launch_times(self) -> LaunchTimes | None:
@@ -179,7 +172,7 @@ class KernelPrices:
         costs = [
             self.costs.update_cost(num_parameters, training, device) for device in self.devices
         ]
-        return max(self._calibrated(cost, matmul=False).seconds for cost in costs)
+        return max(cost.seconds * self._correction(cost.source, matmul=False) for cost in costs)
 
     def moving(self, nbytes: int) -> float:
         """Seconds of a kernel that reads and writes so many bytes in all; of none, for none."""

@@ -282,15 +282,13 @@ class TableBuilder:
         """
         return self._pricer.shard_seconds(i, choice, sizes)
 
-    def all_shard_seconds(self, i: int, sizes: Columns) -> tuple[Floats, Floats]:
-        """Forward and backward pass of many shards at once, each run whole.
+    def all_shard_seconds(self, i: int, sizes: Columns) -> tuple[Floats, Floats] | None:
+        """Forward and backward pass of many shards at once, each run whole; None where they
+        cannot be priced so: `shard_seconds` says what each takes.
 
         Args:
             i: index of the operator in the graph.
             sizes: of the shards, by dim.
-
-        Raises:
-            TypeError: they cannot be priced at once; `shard_seconds` says what each takes.
         """
         return self._pricer.all_shard_seconds(i, sizes)
 

@@ -208,16 +208,15 @@ class OperatorPricer:
         """The same for a shard of some sizes, alone: nothing is exchanged inside the operator."""
         return _pass_seconds(self._passes(i, choice, sizes), choice)
 
-    def all_shard_seconds(self, i: int, sizes: Columns) -> tuple[Floats, Floats]:
+    def all_shard_seconds(self, i: int, sizes: Columns) -> tuple[Floats, Floats] | None:
         """Forward and backward pass of many shards, each run whole: what `shard_seconds` adds up.
 
-        Raises:
-            TypeError: they cannot be priced at once.
+        None where they cannot be priced at once.
         """
         operator = self.graph.operators[i]
         there, back = (self.kernels.of_many(operator, sizes, each) for each in Direction)
         if there is None or back is None:
-            raise TypeError(f"operator {operator.name!r}: its shards are priced one by one")
+            return None
         return there, back * (self._backward_share(i) if self.graph.needs_gradient[i] else 0.0)
 
     def _all_passes(

@@ -177,9 +177,7 @@ def layer_of_gpt() -> OperatorGraph:
 
 
 @pytest.mark.parametrize("chunks", [(1,), (1, 2)])
-@pytest.mark.parametrize(
-    "make", [scalar_loss, lambda: gpt(num_layers=1, hidden=64, num_heads=4, batch=6)]
-)
+@pytest.mark.parametrize("make", [scalar_loss, layer_of_gpt])
 def test_shards_priced_at_once_bound_as_shards_one_by_one(
     make: Callable[[], OperatorGraph], chunks: tuple[int, ...]
 ) -> None:

@@ -28,11 +28,12 @@ from stratagem.simulator.kernel_times._matrix_product_time import (
 )
 from stratagem.simulator.kernel_times.cost_model import (
     Cost,
-    CostsOfMany,
+    CostsByFormula,
     CostSource,
     Direction,
     RooflineCosts,
-    costs_of_many,
+    as_sizes,
+    formula_of,
 )
 from stratagem.simulator.kernel_times.fitted_kernels import KernelModelCosts, default_costs
 from stratagem.simulator.kernel_times.kernel_prices import FEW_SHARDS
@@ -42,8 +43,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.pricing.cost_table import TableBuilder
 from tests.support.examples import examples
-from tests.support.operators import convolution_cases, kernel_cases
-from tests.support.operators.cases import CASES
+from tests.support.operators.all_cases import CASES
 
 BFLOAT16 = Training("bfloat16")
 COSTS = KernelModelCosts()
@@ -510,16 +510,13 @@ def test_committed_constants_agree_with_timed_products(name: str, limit: float) 
 
 # -- many shards at once ------------------------------------------------------------------------
 
-REGISTERED = convolution_cases, kernel_cases
-"""Modules whose cases are among `CASES` since they were imported."""
-
 ONE_BY_ONE = {"expert_linear", "generic_product", "selective_scan"}
 """Kinds whose functions look at a single number."""
 
 
 @pytest.mark.parametrize("costs", [KernelModelCosts(), RooflineCosts()], ids=repr)
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_many_shards_cost_what_each_of_them_costs(name: str, costs: CostsOfMany) -> None:
+def test_many_shards_cost_what_each_of_them_costs(name: str, costs: CostsByFormula) -> None:
     operator, random = CASES[name]().operator, np.random.default_rng(0)
     sizes = {
         dim.name: np.ceil(dim.size / random.choice([1, 1, 2, 3, 4], 9)) for dim in operator.dims
@@ -530,7 +527,7 @@ def test_many_shards_cost_what_each_of_them_costs(name: str, costs: CostsOfMany)
             for direction in Direction:
                 given = direction, training, device
                 try:
-                    found = costs.operator_costs(operator, sizes, *given)
+                    found = costs.formula(operator, as_sizes(sizes), *given)
                 except (TypeError, ValueError):
                     assert operator.kind in ONE_BY_ONE
                     continue
@@ -550,9 +547,9 @@ def test_prices_that_a_model_changes_are_asked_for_one_by_one() -> None:
     class Named(KernelModelCosts):
         """As its parent."""
 
-    assert costs_of_many(KernelModelCosts())
-    assert costs_of_many(Named())
-    assert costs_of_many(Doubled()) is None
+    assert formula_of(KernelModelCosts())
+    assert formula_of(Named())
+    assert formula_of(Doubled()) is None
     graph, cluster = small_gpt(), Cluster.preset("dgx-a100", num_nodes=1)
     mesh = DeviceMesh((MeshAxis("axis", 8),), tuple(range(8)))
     layer = graph.index[first(graph, "linear").name]

@@ -43,14 +43,11 @@ from stratagem.simulator.torch_ops.kernels.step_programs import (
     run_source,
 )
 from tests.support.cuda.fake_graphs import NoWaiting
-from tests.support.operators import convolution_cases, kernel_cases
-from tests.support.operators.cases import CASES, Case, operator_of
+from tests.support.operators.all_cases import CASES
+from tests.support.operators.cases import Case, operator_of
 from tests.support.plans import crossed
 
 torch.set_num_threads(1)
-
-REGISTERED = convolution_cases, kernel_cases
-"""Modules whose cases are among `CASES` since they were imported."""
 
 
 def tensors_of(example: Case, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
