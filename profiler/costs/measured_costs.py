@@ -121,7 +121,7 @@ class MeasuredCosts(SavedValue):
         for entry in entries:
             for group in _groups_of(entry.key):
                 self._groups.setdefault(group, []).append(entry)
-        self._corrections: dict[tuple[str, _Group], Correction] = {}
+        self._learned: dict[_Group, list[tuple[Training, DeviceType, Correction]]] = {}
         self._paces = {where: self._paces_in(where) for where in self._environments.values()}
 
     def __repr__(self) -> str:
@@ -287,17 +287,23 @@ class MeasuredCosts(SavedValue):
         return None if near is None else self._correction(near, training, device)
 
     def _correction(self, group: _Group, training: Training, device: DeviceType) -> Correction:
-        """How the measured operators of a group differ from the fallback."""
-        key = (device.name, group)
-        if key not in self._corrections:
-            entries = self._groups[group]
-            samples = [
-                _sample(entry.key.operator, self._plain(entry, training, device), training)
-                for entry in entries
-            ]
-            seconds = [entry.measurement.median_s for entry in entries]
-            self._corrections[key] = learn(samples, seconds)
-        return self._corrections[key]
+        """How the measured operators of a group differ from the fallback.
+
+        Devices of one name may differ: of a calibrated cluster, of a what-if. What is learned over
+        the fallback's prices of one corrects no other's.
+        """
+        learned = self._learned.setdefault(group, [])
+        for *asked, known in learned:
+            if asked == [training, device]:
+                return known
+        entries = self._groups[group]
+        samples = [
+            _sample(entry.key.operator, self._plain(entry, training, device), training)
+            for entry in entries
+        ]
+        correction = learn(samples, [entry.measurement.median_s for entry in entries])
+        learned.append((training, device, correction))
+        return correction
 
     def _plain(self, entry: TimingEntry, training: Training, device: DeviceType) -> Cost:
         operator, direction = entry.key.operator, entry.key.direction

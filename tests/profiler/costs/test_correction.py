@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from stratagem.profiler.machine.device_clocks import CpuClock
 from stratagem.profiler.timing import operator_timing
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_type import DeviceType
 from stratagem.simulator.kernel_times.cost_model import CostSource, Direction, RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
@@ -153,6 +155,17 @@ def put(cache: TimingCache, operator: Operator, ratio: float) -> None:
     cache.put(key, Measurement(ratio * plain.seconds, 0.01, 9))
 
 
+def claiming(speed: float) -> DeviceType:
+    """The CPU as a data sheet would have it that is wrong by a factor of `speed`."""
+    return replace(
+        DEVICE,
+        matmul_tflops={form: speed * peak for form, peak in DEVICE.matmul_tflops.items()},
+        vector_tflops=speed * DEVICE.vector_tflops,
+        memory_bandwidth_gb_s=speed * DEVICE.memory_bandwidth_gb_s,
+        launch_us=DEVICE.launch_us / speed,
+    )
+
+
 def test_chains_learn_from_chains_of_the_same_functions(cache) -> None:
     for size in (8, 16):
         put(cache, chain("add", size), 2.0)
@@ -163,6 +176,22 @@ def test_chains_learn_from_chains_of_the_same_functions(cache) -> None:
     cost = costs.operator_cost(*given_)
     assert cost.seconds == pytest.approx(8 * RooflineCosts().operator_cost(*given_).seconds)
     assert cost.source is CostSource.CORRECTED
+
+
+def test_devices_of_one_name_are_corrected_each_by_its_own_fallback(cache) -> None:
+    """What was learned over the first one's prices had corrected those of all devices so named.
+
+    The same costs may price a cluster and the calibrated one, or two precisions of what is stored.
+    """
+    for size in (8, 16):
+        put(cache, chain("gelu", size), 8.0)
+    costs = MeasuredCosts(cache, {"cpu": ENVIRONMENT}, RooflineCosts())
+    asked = chain("gelu", 32)
+    given_ = (asked, asked.sizes, Direction.FORWARD, Training())
+    seconds = 8 * RooflineCosts().operator_cost(*given_, DEVICE).seconds
+    for speed in (1, 1 / 3, 3):
+        found = costs.operator_cost(*given_, claiming(speed)).seconds
+        assert found == pytest.approx(seconds)
 
 
 def test_explain_says_what_was_learned(cache) -> None:
@@ -190,9 +219,32 @@ class CpuTime(CpuClock):
         return (stop - start) * 1e-9
 
 
+def fastest_of_rounds(shards, folder) -> list[tuple[TimingKey, Measurement]]:
+    """Each product's fastest time in six rounds over all of them.
+
+    A core that another program shares is slower for seconds, in time of its own too (caches and
+    the units of a core with two threads): half of the products would have been timed on another
+    machine than the rest.
+    """
+    fastest: dict[str, tuple[TimingKey, Measurement]] = {}
+    for each in range(6):
+        with TimingCache(folder / f"round{each}.sqlite") as round_:
+            profile_operators(shards, Training(), round_, effort=Effort(seconds=0.02))
+            for entry in round_.entries():
+                if entry.key.operator.kind == "linear":
+                    found = entry.key, entry.measurement
+                    known = fastest.get(entry.key.digest, found)
+                    fastest[entry.key.digest] = min(known, found, key=lambda f: f[1].median_s)
+    return list(fastest.values())
+
+
 @pytest.mark.slow
-def test_half_of_the_shapes_predict_the_other_half(cache, tmp_path, monkeypatch) -> None:
-    """Of a GPT's products on this CPU, much better than the roofline does."""
+def test_half_of_the_shapes_predict_the_other_half(tmp_path, monkeypatch) -> None:
+    """Of a GPT's products on this CPU, to 20 % in the median whatever the data sheet says.
+
+    How far a roofline is off depends on the machine that runs the test, so the devices' claims
+    are three times too high or too low for most: what is learned must not depend on them.
+    """
     monkeypatch.setattr(operator_timing, "clock_of", lambda device: CpuTime())
     operators = [
         operator
@@ -205,25 +257,24 @@ def test_half_of_the_shapes_predict_the_other_half(cache, tmp_path, monkeypatch)
             if o.kind == "linear"
         }.values()
     ]
-    profile_operators(
-        [(o, o.sizes) for o in operators], Training(), cache, effort=Effort(seconds=0.05)
-    )
-    entries = [entry for entry in cache.entries() if entry.key.operator.kind == "linear"]
-    entries.sort(key=lambda entry: sorted(entry.key.operator.sizes.values()))
-    known = {entry.key.digest for entry in entries[::2]}
+    products = fastest_of_rounds([(o, o.sizes) for o in operators], tmp_path)
+    products.sort(key=lambda p: (p[0].direction.value, sorted(p[0].operator.sizes.values())))
     with TimingCache(tmp_path / "half.sqlite") as half:
-        for entry in entries:
-            if entry.key.digest in known:
-                half.put(entry.key, entry.measurement)
+        for key, measured in products[::2]:
+            half.put(key, measured)
         fitted = MeasuredCosts(half, {"cpu": ENVIRONMENT}, RooflineCosts())
-    off: dict[CostSource, list[float]] = {source: [] for source in CostSource}
-    for key, measured in ((e.key, e.measurement) for e in entries if e.key.digest not in known):
-        for costs in (fitted, RooflineCosts()):
-            cost = costs.operator_cost(
-                key.operator, key.operator.sizes, key.direction, Training(), DEVICE
-            )
-            off[cost.source].append(abs(math.log(cost.seconds / measured.median_s)))
-    assert len(off[CostSource.CORRECTED]) == len(off[CostSource.ROOFLINE]) >= 20
-    assert statistics.median(off[CostSource.CORRECTED]) < 0.5 * statistics.median(
-        off[CostSource.ROOFLINE]
-    )
+    for speed in (1 / 3, 1, 3):
+        off: dict[CostSource, list[float]] = {source: [] for source in CostSource}
+        for key, measured in products[1::2]:
+            for costs in (fitted, RooflineCosts()):
+                cost = costs.operator_cost(
+                    key.operator, key.operator.sizes, key.direction, Training(), claiming(speed)
+                )
+                off[cost.source].append(abs(math.log(cost.seconds / measured.median_s)))
+        assert len(off[CostSource.CORRECTED]) == len(off[CostSource.ROOFLINE]) >= 20
+        corrected, roofline = (
+            statistics.median(off[source])
+            for source in (CostSource.CORRECTED, CostSource.ROOFLINE)
+        )
+        assert corrected < 0.2
+        assert speed == 1 or corrected < 0.5 * roofline
