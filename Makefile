@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(if $(PYTHON),,echo "error: no Python 3.11 or newer found; make PYTHON=/path/to/python3" >&2; exit 1)
 	@echo "setting up $(VENV) (once; some minutes)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+	$(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check \
 	    --constraint constraints.txt --editable '.[dev,zoo,notebook,docs]'
 	@touch $@
 

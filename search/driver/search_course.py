@@ -25,7 +25,7 @@ from stratagem.searcher.driver.skeleton_entries import (
     in_turn,
     without_policy,
 )
-from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, remade
+from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, compile_ahead, remade
 from stratagem.searcher.driver.starting_plans import Buckets, KnownStrategies, entry_of
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
 from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices
@@ -141,9 +141,8 @@ class SearchCourse:
             if (ended := self._end_by_known(own)) is not None:
                 return ended
             stages = self._plan_stages()
-        planned = self.space.take_all(
-            self.space.simulated(stages, self.incumbent.offer) if early is None else early
-        )
+        known = self.space.simulated(stages, self.incumbent.offer) if early is None else early
+        planned = self.space.take_all(known)
         if (ended := self._end_by_planned(planned, own)) is not None:
             return ended
         near = self._sharpener.neighbourhood(tuple(schedules))
@@ -176,6 +175,7 @@ class SearchCourse:
         space = self.space
         space.unlisted_bound = 0.0
         self.report("simulating baselines", 0.0)
+        compile_ahead(self._workers)
         show = partial(self.report, "simulating more baselines", 0.01)
         with self.known_strategies.simulated(schedule, baselines, self._workers, show):
             self.report("listing skeletons", 0.02)

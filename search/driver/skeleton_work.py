@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stratagem.searcher.annealing._chain_kernels import anneal
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.cutting_planes import Bound, lower_bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
@@ -32,11 +33,18 @@ from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem, m
 from stratagem.searcher.problem.roomy_choices import roomy_problem
 from stratagem.searcher.problem.scoring import beside_waiting
 from stratagem.searcher.processes.search_effort import SearchEffort
+from stratagem.searcher.processes.worker_processes import Workers
 from stratagem.searcher.space.choices import Choices
 from stratagem.searcher.space.constraints import BoundConstraints
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.base.compiling import is_compiled
+from stratagem.simulator.graph.models import mlp
+from stratagem.simulator.hardware.cluster import Cluster
+from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.kinds.kind_record import OperatorKind
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind, registered_kinds
 from stratagem.simulator.plan.plan import Plan
@@ -54,6 +62,28 @@ WORK_OF_CHOICES = 40_000
 
 BEYOND = 1.005
 """Of what is enough bounds go a little farther, as another round takes little."""
+
+
+def compile_ahead(workers: Workers[Any]) -> None:
+    """Let another process compile what chains run, where it was never compiled, from the first.
+
+    It is half of what numba compiles for a search, and what a search needs last.
+    """
+    if not (workers.is_alone or is_compiled(anneal)):
+        workers.part(compile_chains)
+
+
+def compile_chains(*_: object) -> None:
+    """Run a chain of a small model, so that what chains run is compiled, and kept.
+
+    Example:
+        >>> compile_chains()
+    """
+    graph, cluster = mlp([16, 16], batch=16), Cluster.preset("dgx-a100", num_nodes=1)
+    mesh = DeviceMesh((MeshAxis("data", 2),), (0, 1))
+    skeleton = Skeleton((graph.names,), (mesh,), 1, "1f1b")
+    problem = make_problem(graph, skeleton, cluster, Training(), default_costs(), (0,))
+    AnnealingChain(problem, np.zeros(len(graph.names), dtype=np.int64), 1, 0).advance(1)
 
 
 class Sharpener:

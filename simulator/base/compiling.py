@@ -6,6 +6,10 @@ search are made of look-ups and never count from the end; without the comparison
 registers that the sizes held, they are 1.2 to 1.8 times as fast (`python -m benchmarks.indices`).
 So types of indices are made unsigned before code is generated. As in C, an index below 0 is out of
 bounds then: ``NUMBA_BOUNDSCHECK=1`` makes it an `IndexError`.
+
+Nothing is done twice that would be thrown away. A kernel that only kernels call is optimised, and
+made machine code, as a part of those (`InnerLibrary`); numba does both for each by itself, too.
+Where several processes need a kernel, one compiles it and the others wait (`KernelCache`).
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from filelock import FileLock
 from numba import njit
 from numba.core import ir, types
 from numba.core.caching import FunctionCache
-from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder, Flags
 from numba.core.compiler_machinery import FunctionPass, register_pass
+from numba.core.environment import lookup_environment
 from numba.core.typed_passes import NoPythonSupportedFeatureValidation
 
 Given = ParamSpec("Given")
@@ -35,11 +42,17 @@ class CompiledKernel(Protocol[Given, Found]):
     """A compiled function; `py_func` is the one that it is made of."""
 
     py_func: Callable[..., Any]
+    overloads: Any
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         """Run it."""
 
 
+LONGEST_WAIT = 120.0
+"""Seconds for another process to compile a kernel in: none takes half as long."""
+ENVIRONMENT_OF, WRAPPER = "_ZN08NumbaEnv", "_ZN7cpython"
+"""How names begin of what numba keeps for a function that raises or calls Python, and of the
+function by which Python calls it."""
 PACKAGE = __name__.partition(".")[0]
 """Modules of it are looked into where a kernel refers to what is in them."""
 
@@ -82,11 +95,94 @@ def unsigned(index: Any) -> Any:
     return index
 
 
+class KernelFlags(Flags):
+    """numba's options of a compilation, compared by those that are set.
+
+    It looks every called function up by them, and compares all 27 each time: their hash is one and
+    the same. That was a fifth of the seconds that it takes to compile what a search runs.
+    """
+
+    __slots__ = ()
+    _HASH = hash(Flags())  # type: ignore[no-untyped-call]
+
+    def __hash__(self) -> int:
+        return self._HASH
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Flags):
+            return NotImplemented
+        ours, theirs = self._values, other._values
+        return ours == theirs or all(
+            getattr(self, name) == getattr(other, name) for name in ours.keys() | theirs.keys()
+        )
+
+
+class OuterLibrary(JITCodeLibrary):
+    """The code of a kernel that Python calls, with that of all kernels in it.
+
+    Each function is simplified by itself, as numba does it; then all of it is optimised once,
+    together. What takes apart the arguments is long, runs once a call, and is left as it is.
+    """
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+        for function in ll_module.functions:
+            if not function.name.startswith(WRAPPER):
+                passes, builder = self._codegen._function_pass_manager()  # type: ignore[no-untyped-call]
+                passes.run(function, builder)
+
+    def _finalize_specific(self) -> None:
+        codegen: Any = self._codegen
+        super()._finalize_specific()  # type: ignore[no-untyped-call]
+        for each in self._final_module.global_variables:
+            environment = None
+            if each.name.startswith(ENVIRONMENT_OF):
+                environment = lookup_environment(each.name)  # type: ignore[no-untyped-call]
+            if environment is not None:
+                codegen.set_env(each.name, environment)
+
+
+class InnerLibrary(OuterLibrary):
+    """The code of a kernel that only kernels call, which take it in as it is.
+
+    No machine code is made of it, so it has no address.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._verify_declare_only_symbols()  # type: ignore[no-untyped-call]
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """0: there is none."""
+        self._ensure_finalized()  # type: ignore[no-untyped-call]
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """For numba, which gives the kernel its environment: it is in its callers' code."""
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Leave it to `OuterLibrary`."""
+
+
 class KernelCompiler(CompilerBase):
-    """numba's compiler with `CountFromFront`."""
+    """numba's compiler with `CountFromFront`, and libraries of our own."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)  # type: ignore[no-untyped-call]
+        self.state.flags = KernelFlags(self.state.flags)  # type: ignore[no-untyped-call]
 
     def define_pipelines(self) -> list[Any]:
         """The passes of numba, and ours when types are final."""
+        state = self.state
+        made: Any = InnerLibrary if state.flags.no_cpython_wrapper else OuterLibrary
+        state.library = made(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
         manager: Any = DefaultPassBuilder.define_nopython_pipeline(self.state)  # type: ignore[no-untyped-call]
         manager.add_pass_after(CountFromFront, NoPythonSupportedFeatureValidation)
         manager.finalize()
@@ -98,7 +194,15 @@ class KernelCache(FunctionCache):
 
     numba itself looks at the file of the kernel only, and would go on with the old one where a
     kernel that it calls, or a constant, has changed in another.
+
+    Processes that need the same kernel at the same time wait for the first to compile it, instead
+    of each taking the seconds, and a core, that it takes.
     """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        beside = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
+        self._turn = FileLock(beside, timeout=LONGEST_WAIT)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,12 +211,50 @@ class KernelCache(FunctionCache):
         _describe(self._py_func, set(), parts)
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether something was compiled of the kernel as it is."""
+        with suppress(OSError, AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+            kept: Any = self._cache_file
+            return any(self.fingerprint in key for key in kept._load_index())
+        return False
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled; None where nothing was, or by code that named what is no more.
 
         numba reads its list of what was compiled before it sees that the source is another. Types
         of arguments stand in there, and a class that was renamed could not be found.
         """
+        found = self._loaded(sig, target_context)
+        if found is not None or self._turn.is_locked:
+            return found
+        with suppress(OSError):  # After the longest wait, or where none can be locked.
+            self._turn.acquire()
+            found = self._loaded(sig, target_context)
+            if found is not None:
+                self._turn.release()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled, and let other processes have it."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        finally:
+            self._turn.release()
+
+    def watched(self, compiling: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiling that lets others try where it fails, or is interrupted."""
+
+        def compiled(*given: Any) -> Any:
+            try:
+                return compiling(*given)
+            except BaseException:
+                self._turn.release()
+                raise
+
+        return compiled
+
+    def _loaded(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
@@ -188,16 +330,17 @@ def kernel(
         4
     """
 
-    if inner:
-        options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options |= {"no_cpython_wrapper": inner, "no_cfunc_wrapper": True}
 
     def compiled(function: Callable[Given, Found]) -> CompiledKernel[Given, Found]:
         made: Any = njit(pipeline_class=KernelCompiler, **options)(function)
-        if inner and hasattr(made, "overloads"):  # not with NUMBA_DISABLE_JIT
+        is_python = not hasattr(made, "overloads")  # as with NUMBA_DISABLE_JIT
+        if inner and not is_python:
             _refuse_python(made)
-        if cache:
+        if cache and not is_python:
             try:
-                made._cache = KernelCache(function)  # type: ignore[no-untyped-call]
+                made._cache = KernelCache(function)
+                made._compiler.compile = made._cache.watched(made._compiler.compile)
             except RuntimeError as error:
                 if "cannot cache" not in str(error):
                     raise
@@ -206,6 +349,17 @@ def kernel(
         return wrapped
 
     return compiled
+
+
+def is_compiled(of: CompiledKernel[Given, Found]) -> bool:
+    """Whether a kernel was compiled, here or by another process; True if none is to keep it.
+
+    Example:
+        >>> is_compiled(kernel()(lambda array, index: array[index]))
+        True
+    """
+    cache = getattr(of, "_cache", None)
+    return not isinstance(cache, KernelCache) or bool(of.overloads) or cache.is_kept
 
 
 def _refuse_python(made: Any) -> None:

@@ -16,13 +16,26 @@ import numpy as np
 import pytest
 from numba import njit
 from numba.core.caching import NullCache
+from numba.core.compiler import Flags
 from numba.core.dispatcher import Dispatcher
+from numba.core.errors import TypingError
 
 from stratagem import searcher, simulator
 from stratagem.searcher.annealing import _splitmix
 from stratagem.searcher.annealing._chain_kernels import anneal
+from stratagem.searcher.driver.budget import Budget
+from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.skeleton_work import compile_chains
 from stratagem.searcher.problem.scoring import peaks_of
-from stratagem.simulator.base.compiling import KernelCache, kernel, uncounted
+from stratagem.simulator.base.compiling import (
+    KernelCache,
+    KernelFlags,
+    is_compiled,
+    kernel,
+    uncounted,
+)
+from stratagem.simulator.graph.models import gpt
+from stratagem.simulator.hardware.cluster import Cluster
 
 OUTSIDE = """
 import numpy as np
@@ -133,6 +146,127 @@ def test_what_was_compiled_is_used_again_unless_something_of_it_changed(tmp_path
     assert run(times=3, added=10) == ["33", "0"]
     assert run(times=3, added=20) == ["63", "0"]
     assert run(times=3, added=20) == ["63", "1"]
+
+
+STAYS = """
+from stratagem.simulator.base.compiling import is_compiled, kernel
+inside = kernel(inner=True)(lambda x: 2 * x)
+outside = kernel(cache=True)(lambda x: inside(x))
+print(outside(3), is_compiled(outside))
+"""
+RAISES = """
+from stratagem.simulator.base.compiling import kernel
+@kernel(inner=True)
+def refused(x):
+    if x < 0:
+        raise ValueError("below 0", x)
+    return 2 * x
+@kernel(inner=True)
+def doubled(x):
+    return refused(x) + refused(x + 1)
+@kernel(cache=True)
+def computed(x):
+    return doubled(x) + refused(x)
+try:
+    computed(-3)
+except ValueError as error:
+    print(error.args[1], computed(2), sum(computed.stats.cache_hits.values()))
+"""
+
+
+@pytest.mark.slow
+def test_what_kernels_raise_within_others_arrives(tmp_path):
+    """Compiled here, by kernels that have no code of their own, and read from what was kept."""
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    command = [sys.executable, str(script)]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert [run.stdout.split() for run in runs] == [["-3", "14", "0"], ["-3", "14", "1"]]
+
+
+def test_processes_wait_for_the_one_that_compiles(tmp_path):
+    """Each compiled what a search needs, and made the others slower."""
+    (tmp_path / "constants.py").write_text(CONSTANTS.format(times=2, unused=0))
+    (tmp_path / "called.py").write_text(CALLED.format(added=1))
+    (tmp_path / "caller.py").write_text(CALLER)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "caller.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    told = [process.communicate(timeout=100)[0].split() for process in begun]
+    assert sorted(told) == [["4", "0"], ["4", "1"], ["4", "1"]]
+
+
+def test_who_fails_to_compile_lets_others_try():
+    """So does who is interrupted: Ctrl-C ends a search, not its process."""
+
+    @kernel(cache=True)
+    def wrong(x):
+        return x.nothing
+
+    for _ in range(2):
+        with pytest.raises(TypingError):
+            wrong(1)
+        assert not wrong._cache._turn.is_locked
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    wrong._cache._turn.acquire()
+    with pytest.raises(KeyboardInterrupt):
+        wrong._cache.watched(interrupted)()
+    assert not wrong._cache._turn.is_locked
+
+
+def test_kernels_can_stay_python():
+    """To look into one with a debugger."""
+    told = subprocess.run(
+        [sys.executable, "-c", STAYS],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.split() == ["6", "True"]
+
+
+@pytest.mark.parametrize(
+    "ours", [{}, {"nrt": True}, {"nrt": False}, {"nrt": True, "boundscheck": True}]
+)
+@pytest.mark.parametrize("theirs", [{}, {"nrt": True}, {"boundscheck": False}])
+@pytest.mark.parametrize("kind", [Flags, KernelFlags])
+def test_options_are_equal_as_to_numba(ours, theirs, kind):
+    """Whether they are set, or are what they are unless set, makes no difference."""
+
+    def options(kind, given):
+        made = kind()
+        for name, value in given.items():
+            setattr(made, name, value)
+        return made
+
+    plain = options(Flags, ours) == options(Flags, theirs)
+    assert (options(KernelFlags, ours) == options(kind, theirs)) == plain
+    assert (options(kind, theirs) == options(KernelFlags, ours)) == plain
+    assert hash(options(KernelFlags, ours)) == hash(options(Flags, theirs))
+    assert options(KernelFlags, ours) != ours
+
+
+def test_a_chain_of_a_small_model_compiles_what_all_run():
+    """Another process runs it ahead, so no chain of a search may have types of its own."""
+    compile_chains()
+    assert is_compiled(anneal)
+    known = set(anneal.overloads)
+    budget = Budget(300, skeletons=1, threads=1)
+    search(gpt(num_layers=1, batch=4), Cluster.preset("dgx-a100", num_nodes=1), budget=budget)
+    assert len(known) == 1
+    assert set(anneal.overloads) == known
 
 
 RENAMED = """
