@@ -24,7 +24,6 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from filelock import FileLock
 from numba import njit
 from numba.core import ir, types
 from numba.core.caching import FunctionCache
@@ -50,6 +49,8 @@ class CompiledKernel(Protocol[Given, Found]):
 
 LONGEST_WAIT = 120.0
 """Seconds for another process to compile a kernel in: none takes half as long."""
+UNREADABLE = AttributeError, ImportError, EOFError, pickle.UnpicklingError
+"""What reading a kept kernel raises where it was written by code that named what is no more."""
 ENVIRONMENT_OF, WRAPPER = "_ZN08NumbaEnv", "_ZN7cpython"
 """How names begin of what numba keeps for a function that raises or calls Python, and of the
 function by which Python calls it."""
@@ -99,7 +100,7 @@ class KernelFlags(Flags):
     """numba's options of a compilation, compared by those that are set.
 
     It looks every called function up by them, and compares all 27 each time: their hash is one and
-    the same. That was a fifth of the seconds that it takes to compile what a search runs.
+    the same. That was a seventh of the seconds that it took to compile what a search runs.
     """
 
     __slots__ = ()
@@ -199,10 +200,13 @@ class KernelCache(FunctionCache):
     of each taking the seconds, and a core, that it takes.
     """
 
-    def __init__(self, function: Any) -> None:
-        super().__init__(function)  # type: ignore[no-untyped-call]
+    @cached_property
+    def _turn(self) -> Any:
+        """Held by who compiles. Most processes find all compiled, and need none."""
+        from filelock import FileLock
+
         beside = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
-        self._turn = FileLock(beside, timeout=LONGEST_WAIT)
+        return FileLock(beside, timeout=LONGEST_WAIT)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -214,7 +218,7 @@ class KernelCache(FunctionCache):
     @property
     def is_kept(self) -> bool:
         """Whether something was compiled of the kernel as it is."""
-        with suppress(OSError, AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+        with suppress(OSError, *UNREADABLE):
             kept: Any = self._cache_file
             return any(self.fingerprint in key for key in kept._load_index())
         return False
@@ -257,7 +261,7 @@ class KernelCache(FunctionCache):
     def _loaded(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+        except UNREADABLE:
             with suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
             return None
@@ -339,7 +343,7 @@ def kernel(
             _refuse_python(made)
         if cache and not is_python:
             try:
-                made._cache = KernelCache(function)
+                made._cache = KernelCache(function)  # type: ignore[no-untyped-call]
                 made._compiler.compile = made._cache.watched(made._compiler.compile)
             except RuntimeError as error:
                 if "cannot cache" not in str(error):

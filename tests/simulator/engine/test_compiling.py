@@ -120,25 +120,35 @@ print(computed(1), sum(computed.stats.cache_hits.values()))
 """
 
 
+def caller(folder, times, added, unused=0):
+    """A process that has begun to run a kernel of these constants."""
+    (folder / "constants.py").write_text(CONSTANTS.format(times=times, unused=unused))
+    (folder / "called.py").write_text(CALLED.format(added=added))
+    if not (folder / "caller.py").exists():
+        (folder / "caller.py").write_text(CALLER)
+    paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "caller.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told_by(process):
+    """What a process prints that ends well: words."""
+    told, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    return told.split()
+
+
 @pytest.mark.slow
 def test_what_was_compiled_is_used_again_unless_something_of_it_changed(tmp_path):
     """A constant of another module was not in the key: kernels went on with its old value."""
 
     def run(times, added, unused=0):
-        (tmp_path / "constants.py").write_text(CONSTANTS.format(times=times, unused=unused))
-        (tmp_path / "called.py").write_text(CALLED.format(added=added))
-        if not (tmp_path / "caller.py").exists():
-            (tmp_path / "caller.py").write_text(CALLER)
-        paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-        told = subprocess.run(
-            [sys.executable, "caller.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return told.stdout.split()
+        return told_by(caller(tmp_path, times, added, unused))
 
     assert run(times=2, added=10) == ["22", "0"]
     assert run(times=2, added=10) == ["22", "1"]
@@ -186,22 +196,8 @@ def test_what_kernels_raise_within_others_arrives(tmp_path):
 
 def test_processes_wait_for_the_one_that_compiles(tmp_path):
     """Each compiled what a search needs, and made the others slower."""
-    (tmp_path / "constants.py").write_text(CONSTANTS.format(times=2, unused=0))
-    (tmp_path / "called.py").write_text(CALLED.format(added=1))
-    (tmp_path / "caller.py").write_text(CALLER)
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    begun = [
-        subprocess.Popen(
-            [sys.executable, "caller.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    told = [process.communicate(timeout=100)[0].split() for process in begun]
-    assert sorted(told) == [["4", "0"], ["4", "1"], ["4", "1"]]
+    begun = [caller(tmp_path, times=2, added=1) for _ in range(3)]
+    assert sorted(map(told_by, begun)) == [["4", "0"], ["4", "1"], ["4", "1"]]
 
 
 def test_who_fails_to_compile_lets_others_try():
