@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -159,3 +160,18 @@ def plan_stages(
         layouts=standard_layouts(regather=space.options.regather),
         late=late,
     )
+
+
+def in_turn(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
+    """By their bounds: the first on each set of devices, then the second on each, and so on.
+
+    What pipelines there are takes turns with plans of one stage.
+    """
+    seen: Counter[object] = Counter()
+    places: list[int] = []
+    listed = sorted(entries, key=lambda entry: entry.bound)
+    for entry in listed:
+        kind = entry.skeleton.devices, len(entry.skeleton.stages) > 1
+        places.append(seen[kind])
+        seen[kind] += 1
+    return [listed[k] for k in sorted(range(len(listed)), key=lambda k: (places[k], k))]

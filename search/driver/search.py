@@ -336,14 +336,15 @@ def _search_graph(
 
     show = never_back(progress)
 
-    def course(options: Options, budget: SettledBudget, buckets: Buckets) -> SearchCourse:
-        space = SkeletonList(
-            situation, options, zeros, wishes.bind(graph), schedules, forms, budget.effort
-        )
+    def course(space: SkeletonList, budget: SettledBudget, buckets: Buckets) -> SearchCourse:
         return SearchCourse(space, without_their_share(budget, forms), show, kept, buckets)
 
+    space = SkeletonList(
+        situation, options, zeros, wishes.bind(graph), schedules, forms, budget.effort
+    )
+
     interrupts, begin = situation.clock.interrupts, time.monotonic()
-    run = course(options, budget, Buckets(wishes.bucket_bytes is None and start is None))
+    run = course(space, budget, Buckets(wishes.bucket_bytes is None and start is None))
     noted: dict[str, str] = {}
     try:
         interrupts.release()
@@ -355,8 +356,8 @@ def _search_graph(
             options = replace(options, bucket_bytes=found.bucket_bytes)
             budget = budget.share(1, 0, time.monotonic() - begin)
             situation.clock.until = situation.clock.brief = inf
-            run = course(options, budget, found.buckets)
-            reason = run.go(every, schedules, baselines, start)
+            run = course(space.with_options(options), budget, found.buckets)
+            reason = run.go((), schedules, baselines, start)
         reason = try_other_forms(run, forms, reason, budget)
         interrupts.hold()
         interrupts.check()

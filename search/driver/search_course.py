@@ -11,7 +11,7 @@ import numpy as np
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.quick_bounds import Look
 from stratagem.searcher.driver.budget import SettledBudget, StopReason, StopRules
-from stratagem.searcher.driver.fewer_devices import FewerDevices, plan_stages
+from stratagem.searcher.driver.fewer_devices import FewerDevices, in_turn, plan_stages
 from stratagem.searcher.driver.improver import Improver
 from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE
@@ -22,7 +22,6 @@ from stratagem.searcher.driver.skeleton_entries import (
     begun_by,
     best_first,
     first_policies,
-    in_turn,
     without_policy,
 )
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, compile_ahead, remade

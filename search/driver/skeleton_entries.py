@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -100,6 +100,12 @@ class SkeletonEntry:
             self.simulation = simulation
 
     @property
+    def as_seen(self) -> SkeletonEntry:
+        """What a quick look told of it, nothing more."""
+        fate = self.fate if self.fate in (Fate.FORBIDDEN, Fate.FULL) else Fate.OPEN
+        return replace(self, fate=fate, starts=[], simulation=None, met=None)
+
+    @property
     def record(self) -> SkeletonRecord:
         """What the result says of it."""
         known = self.best_time if self.fits else None
@@ -142,6 +148,13 @@ class SkeletonList:
         self.pipelines_bound: float | None = None
         self.unlisted_bound = float("inf")
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
+
+    def with_options(self, options: Options) -> SkeletonList:
+        """The same skeletons for a search with other options, which no quick look goes by."""
+        found = copy(self)
+        found.options, found._promising = options, {}
+        found.entries = [entry.as_seen for entry in self.entries]
+        return found
 
     @property
     def num_operators(self) -> int:
@@ -213,8 +226,7 @@ class SkeletonList:
                 self.situation.clock.check()
                 entry.bound = max(entry.bound, self.computing_bound(entry.skeleton))
                 entry.is_brief = False
-        if self.pipelines_bound is None:
-            self.bound_pipelines()
+        self.bound_pipelines()
 
     def computing_bound(self, skeleton: Skeleton) -> float:
         """Seconds that no plan of a skeleton is under, by what it computes."""
@@ -511,7 +523,7 @@ class SkeletonList:
         It is infinite where constraints, devices or operators leave no pipeline, and stays unknown
         on many devices, where it takes long.
         """
-        if self.situation.cluster.num_devices <= SMALL_CLUSTER:
+        if self.pipelines_bound is None and self.situation.cluster.num_devices <= SMALL_CLUSTER:
             self.pipelines_bound = self._least_pipeline()
 
     @property
@@ -550,21 +562,6 @@ class SkeletonList:
             even = [parts for parts in counts if parts % 2 == 0]
             bounds += [self.work.mirrored_seconds(n, least, whole=whole) for n in even]
         return min(bounds)
-
-
-def in_turn(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:
-    """By their bounds: the first on each set of devices, then the second on each, and so on.
-
-    What pipelines there are takes turns with plans of one stage.
-    """
-    seen: Counter[object] = Counter()
-    places: list[int] = []
-    listed = sorted(entries, key=lambda entry: entry.bound)
-    for entry in listed:
-        kind = entry.skeleton.devices, len(entry.skeleton.stages) > 1
-        places.append(seen[kind])
-        seen[kind] += 1
-    return [listed[k] for k in sorted(range(len(listed)), key=lambda k: (places[k], k))]
 
 
 def best_first(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:

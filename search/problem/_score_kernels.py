@@ -220,6 +220,13 @@ def measure_stage(stage: int, choice: Ints, profile: Ints, tensors: MeasuredTens
             profile[3 + which] = max(profile[3 + which], alive)
 
 
+@uncounted(cache=True)
+def measure_stages(choice: Ints, profiles: Ints, tensors: MeasuredTensors) -> None:
+    """`measure_stage` of all, a row each."""
+    for stage in range(profiles.shape[0]):
+        measure_stage(stage, choice, profiles[stage], tensors)
+
+
 @kernel(cache=True)
 def rank_peak(rank: int, profiles: Ints, ranks: RankSituations) -> int:
     """Bytes per device of a rank at its peak: its worst situation (see `device_memory`)."""

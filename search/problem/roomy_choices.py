@@ -108,8 +108,7 @@ def always_fits(problem: Problem) -> bool:
     )
     profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
     nobody = np.zeros(len(problem.choices), dtype=np.int64)
-    for stage in range(problem.num_stages):
-        _score_kernels.measure_stage.py_func(stage, nobody, profiles[stage], largest)
+    _score_kernels.measure_stages(nobody, profiles, largest)
     return all(
         _score_kernels.rank_peak.py_func(rank, profiles, problem.ranks) <= capacity
         for rank, capacity in enumerate(problem.capacities.tolist())

@@ -543,7 +543,7 @@ def test_time_is_asked_for_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
         phases.setdefault(progress.phase.split(" ")[0], len(asked))
 
     budget = Budget(evaluations=100, seconds=10**6)
-    # Without buckets: with those of a baseline a search begins anew, and has less to rank.
+    # Without buckets: with those of a baseline a search begins anew, and its phases, too.
     plain = Space(bucket_bytes=0)
     quick(graph, cluster_of(2, 1, 3.0), budget=budget, space=plain, progress=note)
     order = ["planning", "bounding", "ranking", "surveying", "searching"]

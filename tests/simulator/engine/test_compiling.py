@@ -21,7 +21,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.errors import TypingError
 
 from stratagem import searcher, simulator
-from stratagem.searcher.annealing import _splitmix
+from stratagem.searcher.annealing import _chain_kernels, _splitmix
 from stratagem.searcher.annealing._chain_kernels import anneal
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
@@ -332,13 +332,20 @@ def codes_of(value: object) -> Iterator[CodeType]:
 
 
 def kernels_called(value: object, known: dict[str, object]) -> Iterator[Dispatcher]:
-    """The kernels that Python code refers to among the globals of its module, or in a module."""
+    """The kernels that Python code refers to among the globals of its module, or in a module.
+
+    Where it runs one as Python, those that this one calls are compiled by themselves.
+    """
     for code in codes_of(value):
         before: object = None
         for one, after in pairwise(dis.get_instructions(code)):
             inside = vars(before) if isinstance(before, ModuleType) else {}
             before = (known if one.opname == "LOAD_GLOBAL" else inside).get(str(one.argval))
-            if isinstance(before, Dispatcher) and after.argval != "py_func":
+            if not isinstance(before, Dispatcher):
+                continue
+            if after.argval == "py_func":
+                yield from kernels_called(before.py_func, before.py_func.__globals__)
+            else:
                 yield before
 
 
@@ -346,7 +353,8 @@ def test_what_kernels_are_called_is_seen() -> None:
     known = {"anneal": anneal, "_splitmix": _splitmix}
     found = [_splitmix.random_float, anneal]
     assert list(kernels_called(lambda: (_splitmix.random_float(0), anneal(1)), known)) == found
-    assert list(kernels_called(lambda: anneal.py_func(1), known)) == []
+    assert anneal not in list(kernels_called(lambda: anneal.py_func(1), known))
+    assert _chain_kernels.evaluate in list(kernels_called(lambda: anneal.py_func(1), known))
     assert list(kernels_called(peaks_of, vars(sys.modules[peaks_of.__module__])))
 
 
