@@ -27,7 +27,7 @@ from stratagem.searcher.driver.skeleton_entries import (
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, compile_ahead, remade
 from stratagem.searcher.driver.starting_plans import Buckets, KnownStrategies, entry_of
 from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
-from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices
+from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices, Turn
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
 from stratagem.searcher.processes.search_clock import (
@@ -269,17 +269,16 @@ class SearchCourse:
         return self._rules.is_near()
 
     def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason | None:
-        """Search by few evaluations, one an operator; what just joined the list is bounded.
+        """Search by chains of few evaluations; what just joined the list is bounded.
 
         None where what joined it may be better by more than the gap after all.
         """
-        most = self._effort.near_work / self.space.num_operators
-        few = [e for e in known if e.num_passes <= most]
+        work = self._effort.near_work
+        few = [e for e in known if e.num_passes <= work / self.space.num_operators]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
-        work = self._effort.near_work
         evaluations = self._effort.near_evaluations.of(self.space.num_operators)
-        if (ended := self._search_all(few, work=work, most=evaluations)) is not None:
+        if ended := self._search_all(few, work=work, most=evaluations, by_chains=True):
             return ended
         if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):
             return StopReason.NEAR
@@ -369,6 +368,7 @@ class SearchCourse:
         is_enough: Callable[[], bool] = lambda: False,
         work: float = np.inf,
         most: float = np.inf,
+        by_chains: bool = False,
     ) -> StopReason | None:
         """Search skeletons by at most so many evaluations and passes each; why it ended early."""
         least = self.budget.least(self.space.num_operators)
@@ -376,26 +376,27 @@ class SearchCourse:
             spare = max(0, self.budget.evaluations - self.evaluations)
             share = max(least, -(-spare // (len(entries) - number)))
             share = int(min(share, work / entry.num_passes, most))
-            self._search_entry(entry, share, number, len(entries))
+            self._search_entry(entry, Turn(share, number, len(entries), by_chains))
             if self._shares.is_up():
                 return StopReason.SECONDS
             if is_enough():
                 return StopReason.NEAR
         return None
 
-    def _search_entry(
-        self, entry: SkeletonEntry, evaluations: int, number: int, count: int
-    ) -> None:
-        """Bound, integer program, chains and windows on one skeleton."""
+    def _search_entry(self, entry: SkeletonEntry, turn: Turn) -> None:
+        """Bound, integer program, chains and windows on one skeleton.
+
+        Where chains do it alone, its bound is sharpened if it is short of the gap asked for.
+        """
         if entry.fate is Fate.ENUMERATED:
             return
         if entry.bound >= self.incumbent.time:
             entry.fate = Fate.PRUNED
             return
-        low, high = 0.4 + 0.5 * number / count, 0.4 + 0.5 * (number + 1) / count
+        low, high = (0.4 + 0.5 * (turn.number + k) / turn.of for k in (0, 1))
         self._phase = (f"searching {entry.skeleton}", low, high)
         self.report(self._phase[0], low)
-        key = digest(entry.skeleton, entry.starts[:1])
+        key = digest(entry.skeleton, entry.starts[:1], turn.by_chains)
         known = self._checkpoint.get(key)
         if known is not None:
             self._recall(entry, known)
@@ -409,17 +410,18 @@ class SearchCourse:
             return
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
-        if entry.met is None:
+        is_sharp = turn.by_chains and entry.bound >= self._rules.enough
+        if entry.met is None and not is_sharp:
             sharpen = self._sharpener.sharpen_problem
             self._learn(entry, sharpen(problem, self._known(entry), self.incumbent.time))
-        if entry.bound >= self.incumbent.time or entry.met is None:
+        if entry.bound >= self.incumbent.time or not (entry.met or is_sharp):
             entry.fate = Fate.PRUNED
             return
-        bound, shared = entry.met
-        entry.fate = Fate.ANNEALED
-        if np.isfinite(bound.score):
-            starts.append(bound.choice)
-        simulation = self._choose(problem, starts, evaluations, number)
+        entry.fate, shared = Fate.ANNEALED, 0.0
+        if entry.met is not None:
+            bound, shared = entry.met
+            starts += [bound.choice] * bool(np.isfinite(bound.score))
+        simulation = self._choose(problem, starts, turn)
         entry.know(simulation)
         if not self._shares.is_up():
             spent = self.evaluations - before
@@ -463,7 +465,7 @@ class SearchCourse:
             starts = [problem.encode(choices) for choices in known]
             number += AGAIN_NUMBER + turn * self._effort.again
             self._phase = (f"searching {entry.skeleton} again", 0.9, 0.9)
-            entry.know(self._choose(problem, starts, evaluations, number))
+            entry.know(self._choose(problem, starts, Turn(evaluations, number)))
         return self.incumbent.time < before
 
     def _search_more(self, entries: Sequence[SkeletonEntry], part: int = 1) -> None:
@@ -475,7 +477,7 @@ class SearchCourse:
         for number, entry in enumerate(more):
             if self._shares.is_up():
                 return
-            self._search_entry(entry, share, number, len(more))
+            self._search_entry(entry, Turn(share, number, len(more)))
 
     @property
     def _is_small(self) -> bool:
@@ -490,9 +492,7 @@ class SearchCourse:
         entry.bound, entry.fate = max(entry.bound, known.bound), Fate.ANNEALED
         self.space.share_bound(entry, known.shared_bound)
 
-    def _choose(
-        self, problem: Problem, starts: Sequence[Ints], evaluations: int, number: int
-    ) -> Simulation:
+    def _choose(self, problem: Problem, starts: Sequence[Ints], turn: Turn) -> Simulation:
         """The best plan of a skeleton that integer programs, chains and windows come to."""
         watch = ChoiceHooks(
             partial(self._sharpener.admits, problem),
@@ -501,9 +501,10 @@ class SearchCourse:
             self._after_round,
             self._shares.is_up,
         )
-        looked = SkeletonChoices(self.budget.seed, number, self.budget.threads, watch)
+        seed, threads = self.budget.seed, self.budget.threads
+        looked = SkeletonChoices(seed, turn.number, threads, watch, by_chains=turn.by_chains)
         try:
-            return looked.look(problem, starts, evaluations)
+            return looked.look(problem, starts, turn.evaluations)
         finally:
             self.evaluations += looked.evaluations
 

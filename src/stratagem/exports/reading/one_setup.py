@@ -147,7 +147,9 @@ class _Near:
             self._plan(degrees, setup, choices, stages)
             for setup, choices in zip(setups, strategies, strict=True)
         ]
-        best = min(range(len(plans)), key=lambda k: self._apart(plans[k]))
+        best = 0
+        if len(plans) > 1:
+            best = min(range(len(plans)), key=lambda k: self._apart(plans[k]))
         ways = _expert_ways(self.graph, strategies[best], shape)
         return Uniform(plans[best], setups[best], degrees.data, blocks, ways)
 
