@@ -21,6 +21,7 @@ from stratagem.searcher.driver.search_course import SearchCourse
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Fate, Known
+from stratagem.searcher.improvement.skeleton_choices import Turn
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched
 from stratagem.searcher.report.cluster_sizes import search_sizes
@@ -242,11 +243,9 @@ def test_a_start_is_among_the_choices_from_the_first(monkeypatch: pytest.MonkeyP
         problems.setdefault(known.skeleton, []).append(problem)
         return problem, left_out
 
-    def search_it(
-        self: SearchCourse, entry: SkeletonEntry, evaluations: int, number: int, count: int
-    ) -> None:
+    def search_it(self: SearchCourse, entry: SkeletonEntry, turn: Turn) -> None:
         searched.append(id(entry))
-        search_entry(self, entry, evaluations, number, count)
+        search_entry(self, entry, turn)
 
     monkeypatch.setattr(Sharpener, "problem", made)
     monkeypatch.setattr(SearchCourse, "_search_entry", search_it)

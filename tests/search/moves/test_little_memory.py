@@ -13,6 +13,7 @@ from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
+from stratagem.searcher.improvement.skeleton_choices import Turn
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.processes.search_effort import SearchEffort
@@ -96,11 +97,9 @@ def test_the_best_skeletons_are_searched_again(monkeypatch: pytest.MonkeyPatch) 
     """Where all chains of the first time end beside the best plan; here they are too short."""
     choose = SearchCourse._choose
 
-    def hurried(
-        course: SearchCourse, problem: Problem, starts: Any, evaluations: int, number: int
-    ) -> Simulation:
-        few = evaluations if number >= search_course.AGAIN_NUMBER else 100
-        return choose(course, problem, starts, few, number)
+    def hurried(course: SearchCourse, problem: Problem, starts: Any, turn: Turn) -> Simulation:
+        again = turn.number >= search_course.AGAIN_NUMBER
+        return choose(course, problem, starts, turn if again else replace(turn, evaluations=100))
 
     monkeypatch.setattr(SearchCourse, "_choose", hurried)
     wishes = Space(pipeline=1, microbatches=(1,), recompute=("full",), headroom=0.0)
