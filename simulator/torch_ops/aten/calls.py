@@ -25,6 +25,7 @@ class AtenCall:
     dtype: str
     leaf: bool
     constant: Callable[[Expression], Any]
+    mask: Callable[[Expression, tuple[int, int]], str]
     parameter: Callable[[Expression], DraftTensor]
 
     def given(self, name: str) -> Any:

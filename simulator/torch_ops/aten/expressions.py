@@ -211,8 +211,10 @@ def compact(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def mask_meaning(mask: torch.Tensor, shape: Sequence[int]) -> str:
-    """What a constant attention mask says: ``"all"``, ``"causal"`` or ``"other"``."""
+def mask_meaning(mask: torch.Tensor | None, shape: Sequence[int]) -> str:
+    """What a constant attention mask says: ``"all"``, ``"causal"`` or ``"other"``, as without one."""
+    if mask is None:
+        return "other"
     square = tuple(mask.shape[-2:])
     mask = compact(mask)
     seen = mask if mask.dtype == torch.bool else _visible(mask)
@@ -238,4 +240,4 @@ def _visible(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def _equals(mask: torch.Tensor, triangle: torch.Tensor) -> bool:
-    return all(torch.equal(each, triangle) for each in mask.reshape(-1, *triangle.shape))
+    return bool((mask == triangle).all())

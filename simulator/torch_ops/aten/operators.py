@@ -16,7 +16,7 @@ from stratagem.simulator.graph.building.operator_drafts import (
 )
 from stratagem.simulator.torch_ops.aten.arguments import ReadingFunction, reads
 from stratagem.simulator.torch_ops.aten.calls import AtenCall
-from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant, mask_meaning
+from stratagem.simulator.torch_ops.aten.expressions import Expression, is_constant
 
 
 def _linear(call: AtenCall) -> DraftTensor:
@@ -256,8 +256,7 @@ def _attention(call: AtenCall) -> DraftTensor:
     query, key, value = (call.tensor(name, broadcast=True) for name in ("query", "key", "value"))
     mask, causal = call.given("attn_mask"), call.given("is_causal")
     if isinstance(mask, Expression) and is_constant(mask):
-        seen = call.constant(mask)
-        meaning = "other" if seen is None else mask_meaning(seen, (query.shape[-2], key.shape[-2]))
+        meaning = call.mask(mask, (query.shape[-2], key.shape[-2]))
         mask, causal = (mask, causal) if meaning == "other" else (None, meaning == "causal")
     return call.builder.attention(
         query,

@@ -37,7 +37,12 @@ from stratagem.simulator.torch_ops.aten.checks import (
     check_made,
     kind_of_term,
 )
-from stratagem.simulator.torch_ops.aten.expressions import Expression, Sources, evaluate
+from stratagem.simulator.torch_ops.aten.expressions import (
+    Expression,
+    Sources,
+    evaluate,
+    mask_meaning,
+)
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS
 from stratagem.simulator.torch_ops.aten.patterns import RmsNorm, find_rms_norms
 from stratagem.simulator.torch_ops.aten.sources import LIKE, SOURCES, expression_of
@@ -98,6 +103,7 @@ class Walker:
         self._parameters: dict[str, DraftTensor] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._evaluated: dict[Node, torch.Tensor | None] = {}
+        self._masks: dict[tuple[Node | None, tuple[int, int]], str] = {}
         self._counters: frozenset[int] = frozenset()
         self._nodes: list[tuple[int, Node]] = []
 
@@ -425,6 +431,7 @@ class Walker:
             dtype=dtype,
             leaf=self._is_leaf(node),
             constant=self._constant,
+            mask=self._mask,
             parameter=self._buffer,
         )
 
@@ -435,6 +442,13 @@ class Walker:
         if node not in self._evaluated:
             self._evaluated[node] = evaluate(node, self._constants)
         return self._evaluated[node]
+
+    def _mask(self, expression: Expression, shape: tuple[int, int]) -> str:
+        """What a mask says; layers have one and the same, of millions of elements."""
+        key = expression.node, shape
+        if key not in self._masks:
+            self._masks[key] = mask_meaning(self._constant(expression), shape)
+        return self._masks[key]
 
     def _buffer(self, expression: Expression) -> DraftTensor:
         assert expression.node is not None
