@@ -212,7 +212,7 @@ def compact(x: torch.Tensor) -> torch.Tensor:
 
 
 def mask_meaning(mask: torch.Tensor | None, shape: Sequence[int]) -> str:
-    """What a constant attention mask says: ``"all"``, ``"causal"`` or ``"other"``, as without one."""
+    """What a constant attention mask says: ``"all"``, ``"causal"``, or ``"other"`` without one."""
     if mask is None:
         return "other"
     square = tuple(mask.shape[-2:])
