@@ -8,12 +8,15 @@ of a bucket to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.pricing.cost_rows import Latency, PricedTime
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 def spared_latency(before: Sequence[Latency] | None, behind: Sequence[Latency]) -> Ints:
@@ -33,18 +36,24 @@ def spared_latency(before: Sequence[Latency] | None, behind: Sequence[Latency]) 
     Returns:
         Nanoseconds by the choices of both, [1, …] without an operator in front.
     """
-    ahead: Sequence[Latency | None] = [None] if before is None else before
+    # Most choices take the same paths: what is spared is added up once for those.
+    paths = [tuple(latency.items()) for latency in behind]
+    paid = [frozenset(latency) for latency in (before or [{}])]
+    heres, theres = _numbered(paths), _numbered(paid)
     spared = [
         [
-            sum(
-                (count - (0 if there is not None and name in there else 1)) * seconds
-                for name, (count, seconds) in here.items()
-            )
-            for here in behind
+            sum((count - (0 if name in there else 1)) * seconds for name, (count, seconds) in here)
+            for here in heres
         ]
-        for there in ahead
+        for there in theres
     ]
-    return np.rint(np.array(spared) * 1e9).astype(np.int64)
+    ns: Ints = np.rint(np.array(spared) * 1e9).astype(np.int64)
+    return ns[np.ix_([theres[one] for one in paid], [heres[one] for one in paths])]
+
+
+def _numbered(values: Iterable[Value]) -> dict[Value, int]:
+    """The distinct values, numbered in the order in which they come."""
+    return {value: number for number, value in enumerate(dict.fromkeys(values))}
 
 
 def shortened(timed: PricedTime, spared: Ints) -> PricedTime:

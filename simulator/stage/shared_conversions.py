@@ -139,6 +139,7 @@ class _Gates:
         self._size = 0
         self._begin: dict[int, int] = {}
         self._numbers: dict[int, frozenset[int]] = {}
+        self._alike: dict[tuple[int, SharedBy, int, object], frozenset[int]] = {}
 
     def result(self, groups: dict[int, tuple[int, ...]]) -> Sharing:
         """The gates, edge by edge."""
@@ -151,22 +152,21 @@ class _Gates:
                 sharers += [1] * NUM_GATES
                 continue
             for by in SharedBy:
-                others = self._others(k, group, by)
+                alike = self._sharing_with(k, group, by)
                 ahead: list[int] = []
-                if others:
+                if len(alike) > 1:
                     first = group[0], by
                     if first not in made:
                         made[first] = _makers(self._table, group, by)
-                    before = set(others)
                     earlier = takewhile(partial(ne, k), made[first])
-                    ahead = [j for j in earlier if j in before]
+                    ahead = [j for j in earlier if j in alike]
                 if by is SharedBy.KEPT:
                     ahead = [j for j in ahead if self._outlives(j, k)]
                 for j in [k, *ahead] if ahead else ():
                     operators.append(edge.consumer if j == k else self._table.edges[j].consumer)
                     offsets.append(self._offset(j, by))
                 starts.append(len(operators))
-                sharers.append(1 + len(others))
+                sharers.append(max(1, len(alike)))
         return Sharing(
             starts=np.array(starts, dtype=np.int64),
             operators=np.array(operators, dtype=np.int64),
@@ -175,18 +175,24 @@ class _Gates:
             sharers=np.array(sharers, dtype=np.int64),
         )
 
-    def _others(self, k: int, group: Sequence[int], by: SharedBy) -> list[int]:
-        """The edges that share with edge `k` under some choices."""
+    def _sharing_with(self, k: int, group: Sequence[int], by: SharedBy) -> frozenset[int]:
+        """The edges that share with edge `k` under some choices, itself among them; or none do."""
         mine = self._ids(k, by)
         if mine is None:
-            return []
-        rows = [(j, self._ids(j, by)) for j in group if j != k]
-        found = [j for j, ids in rows if ids is not None and self._may_share(ids, mine)]
-        if by is not SharedBy.AGAIN:
-            return found
-        when = self._triggers.of.get
-        edges = self._table.edges
-        return [j for j in found if when(edges[j].consumer) == when(edges[k].consumer)]
+            return frozenset()
+        when = self._when(k) if by is SharedBy.AGAIN else None
+        key = group[0], by, id(mine), when
+        if key not in self._alike:
+            rows = [(j, self._ids(j, by)) for j in group]
+            found = [j for j, ids in rows if ids is not None and self._may_share(ids, mine)]
+            if by is SharedBy.AGAIN:
+                found = [j for j in found if self._when(j) == when]
+            self._alike[key] = frozenset(found)
+        return self._alike[key]
+
+    def _when(self, k: int) -> int | None:
+        """When in backward the reader of an edge runs again."""
+        return self._triggers.of.get(self._table.edges[k].consumer)
 
     def _outlives(self, j: int, k: int) -> bool:
         """Whether edge `j`, which is read before edge `k`, is needed as long in backward."""
