@@ -101,9 +101,10 @@ class MeshPricer:
         choices: dict[int, tuple[Choice, ...]] = {}
         numbers = np.zeros((len(variants), len(graph.operators)), dtype=np.int64)
         for i, operator in enumerate(graph.operators):
+            known: dict[Choice, int] = {}
             listed = [variant.choices[operator.name] for variant in variants]
-            choices[i] = tuple(dict.fromkeys(listed))
-            numbers[:, i] = [choices[i].index(choice) for choice in listed]
+            numbers[:, i] = [known.setdefault(choice, len(known)) for choice in listed]
+            choices[i] = tuple(known)
         table = self.builder.build(range(len(graph.operators)), choices)
         life = stage_lifetimes(table, {})
         prices = _ProfilePrices(table)
@@ -218,12 +219,12 @@ class BoundaryPricer:
 
 
 class _ProfilePrices:
-    """The rows of a table, all choices of all operators after one another."""
+    """The rows of a table, all their choices after one another."""
 
     def __init__(self, table: CostTable) -> None:
-        rows = [table.row(i) for i in table.operators]
-        sizes = [len(row.choices) for row in rows]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        rows = table.rows
+        starts = np.cumsum([0, *(len(row.choices) for row in rows)], dtype=np.int64)
+        self._starts: Ints = starts[[table.row_of[i] for i in table.operators]]
         self._columns = np.concatenate([_columns(row) for row in rows]).view(np.recarray)
         self._masks = np.concatenate([row.gather.mask | row.sync.mask for row in rows])
         self._pass_masks = np.concatenate([row.backward.mask & ~COMPUTE for row in rows])
