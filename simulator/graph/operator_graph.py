@@ -359,10 +359,19 @@ def repeated_blocks(graph: OperatorGraph) -> tuple[Repeat, ...]:
     """Runs of equal consecutive operator sequences, such as the layers of a transformer.
 
     Two sequences of two operators or more are equal when their operators have equal signatures
-    and read from equally distant producers (see `repeats`).
+    and read from equally distant producers, or all from the same before them (see `repeats`), as
+    layers of a decoder read what the encoder made.
     """
-    signatures = (_relative_signature(graph, i) for i in range(len(graph.operators)))
-    return tuple(repeats(signatures, shortest=2))
+    operators = graph.operators
+    # Sources are alike wherever they are.
+    sources = [None if each.inputs else each.signature for each in operators]
+    made = [[graph.index[r.source] for r in each.inputs] for each in operators]
+    kinds = [
+        (each.signature, tuple(sources[p] for p in read))
+        for each, read in zip(operators, made, strict=True)
+    ]
+    reads = [[p for p in read if sources[p] is None] for read in made]
+    return tuple(repeats(kinds, reads=reads, shortest=2))
 
 
 def _narrow_cuts(graph: OperatorGraph) -> list[bool]:
@@ -394,15 +403,6 @@ def _best_cut(graph: OperatorGraph, block: Repeat) -> int:
             if edge.producer < base + cut <= edge.consumer:
                 crossing[cut] += size
     return min(range(block.length), key=lambda cut: (crossing[cut], cut))
-
-
-def _relative_signature(graph: OperatorGraph, i: int) -> tuple[Any, ...]:
-    operator = graph.operators[i]
-    distances = tuple(
-        i - producer if graph.operators[producer].inputs else graph.operators[producer].signature
-        for producer in (graph.index[read.source] for read in operator.inputs)
-    )
-    return (*operator.signature, distances)
 
 
 def _identity(operator: Operator) -> tuple[Any, ...]:

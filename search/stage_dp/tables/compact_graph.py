@@ -41,9 +41,9 @@ class CompactGraph:
 def compact_graph(graph: OperatorGraph) -> CompactGraph:
     """Leave out repeats of long runs; operators keep their names, dims and parameters.
 
-    All repeats of a run read from equally distant producers (see `repeated_blocks`), so those that
-    are left out have a twin among those that stay. A run stays whole if it is short, or if
-    something behind it reads what lies deep inside.
+    All repeats of a run read from equally distant producers, or from the same before the run (see
+    `repeated_blocks`), so those that are left out have a twin among those that stay. A run stays
+    whole if it is short, or if something behind it reads what lies deep inside.
     """
     runs = [
         run

@@ -11,12 +11,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.searcher.methods.literature.shortened_models import shortened
 from stratagem.searcher.space.skeletons import Options, operator_choices
 from stratagem.searcher.space.strategies import with_recompute
 from stratagem.simulator.graph.building.graph_builder import GraphBuilder
 from stratagem.simulator.graph.models import gpt, llama, mlp, moe, nmt
 from stratagem.simulator.graph.models.layers import linear
-from stratagem.simulator.graph.operator_graph import OperatorGraph
+from stratagem.simulator.graph.operator_graph import OperatorGraph, repeated_blocks
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -152,6 +153,59 @@ def test_runs_of_equal_sequences_are_those_of_trying_all(
 ) -> None:
     found = list(repeats(kinds, shortest=shortest, fewest=fewest))
     assert found == runs_by_trying_all(kinds, shortest, fewest)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(2, 4))
+def test_copies_read_alike(data: st.DataObject, shortest: int, fewest: int) -> None:
+    kinds = [0, *data.draw(st.lists(st.integers(0, 2), max_size=20))]
+    # Few places are read, so that copies come to read the same, or equally far.
+    reads = [
+        [data.draw(st.sampled_from([i - 1, i // 2, 0]))] if kind else []
+        for i, kind in enumerate(kinds)
+    ]
+
+    def are_alike(start: int, length: int, count: int) -> bool:
+        for i in range(start, start + length):
+            places = range(i, i + length * count, length)
+            if len({kinds[p] for p in places}) > 1:
+                return False
+            far = {p - reads[p][0] for p in places if reads[p]}
+            same = {reads[p][0] for p in places if reads[p]}
+            if len(far) > 1 and (len(same) > 1 or min(same) >= start):
+                return False
+        return True
+
+    found, start = list[Repeat](), 0
+    while start < len(kinds):
+        tried = [
+            Repeat(start, length, count)
+            for length in range(shortest, len(kinds) + 1)
+            for count in range(fewest, (len(kinds) - start) // length + 1)
+            if are_alike(start, length, count)
+        ]
+        if tried:
+            found.append(max(tried, key=lambda run: (run.length * run.count, -run.length)))
+        start = found[-1].stop if tried else start + 1
+    assert list(repeats(kinds, reads=reads, shortest=shortest, fewest=fewest)) == found
+
+
+def test_layers_that_read_the_same_before_them_are_repeated() -> None:
+    """What T5's encoder made all layers of its decoder read, each farther back: none was a copy of
+    another, and 784 operators were priced wherever 144 stand for them."""
+    b = GraphBuilder("decoder")
+    memory = b.pointwise("tanh", linear(b, "encoder", b.input("x", (16, 64)), 64))
+    labels = b.input("target", (16,), "int64")
+    x = b.pointwise("sigmoid", linear(b, "first", memory, 64))
+    for i in range(5):
+        x = b.pointwise("add", b.pointwise("relu", linear(b, f"layers.{i}", x, 64)), memory)
+    graph = b.build(b.cross_entropy(x, labels))
+    (block,) = repeated_blocks(graph)
+    assert graph.names[block.start] == "layers.0"
+    assert block.count == 5
+    short = shortened(graph).graph
+    assert len(short.operators) == len(graph.operators) - 2 * block.length
+    read = [operator.inputs[-1].source for operator in short.operators if len(operator.inputs) > 1]
+    assert len(set(read[:3])) == 1, "all layers that are left read what the encoder made"
 
 
 def test_layers_are_found_and_those_that_reach_far_are_not() -> None:
