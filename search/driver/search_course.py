@@ -384,10 +384,7 @@ class SearchCourse:
         return None
 
     def _search_entry(self, entry: SkeletonEntry, turn: Turn) -> None:
-        """Bound, integer program, chains and windows on one skeleton.
-
-        Where chains do it alone, its bound is sharpened if it is short of the gap asked for.
-        """
+        """Bound, integer program, chains and windows on one skeleton, or only bound and chains."""
         if entry.fate is Fate.ENUMERATED:
             return
         if entry.bound >= self.incumbent.time:
@@ -410,17 +407,16 @@ class SearchCourse:
             return
         before = self.evaluations
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
-        is_sharp = turn.by_chains and entry.bound >= self._rules.enough
-        if entry.met is None and not is_sharp:
+        if entry.met is None:
             sharpen = self._sharpener.sharpen_problem
             self._learn(entry, sharpen(problem, self._known(entry), self.incumbent.time))
-        if entry.bound >= self.incumbent.time or not (entry.met or is_sharp):
+        if entry.bound >= self.incumbent.time or entry.met is None:
             entry.fate = Fate.PRUNED
             return
-        entry.fate, shared = Fate.ANNEALED, 0.0
-        if entry.met is not None:
-            bound, shared = entry.met
-            starts += [bound.choice] * bool(np.isfinite(bound.score))
+        bound, shared = entry.met
+        entry.fate = Fate.ANNEALED
+        if np.isfinite(bound.score):
+            starts.append(bound.choice)
         simulation = self._choose(problem, starts, turn)
         entry.know(simulation)
         if not self._shares.is_up():
