@@ -353,10 +353,9 @@ def _search_graph(
             reason = run.go(every, schedules, baselines, start)
         except FasterInBucketsError as found:
             noted = {"buckets of gradients": f"{found}; Space(bucket_bytes=0) searches without"}
-            options = replace(options, bucket_bytes=found.bucket_bytes)
             budget = budget.share(1, 0, time.monotonic() - begin)
             situation.clock.until = situation.clock.brief = inf
-            run = course(space.with_options(options), budget, found.buckets)
+            run = course(space.in_buckets(found.bucket_bytes), budget, found.buckets)
             reason = run.go((), schedules, baselines, start)
         reason = try_other_forms(run, forms, reason, budget)
         interrupts.hold()

@@ -149,10 +149,10 @@ class SkeletonList:
         self.unlisted_bound = float("inf")
         self._promising: dict[Skeleton, tuple[int, ...]] = {}
 
-    def with_options(self, options: Options) -> SkeletonList:
-        """The same skeletons for a search with other options, which no quick look goes by."""
+    def in_buckets(self, bucket_bytes: int) -> SkeletonList:
+        """The same skeletons for a search in other buckets, which no quick look goes by."""
         found = copy(self)
-        found.options, found._promising = options, {}
+        found.options, found._promising = replace(self.options, bucket_bytes=bucket_bytes), {}
         found.entries = [entry.as_seen for entry in self.entries]
         return found
 

@@ -8,15 +8,12 @@ of a bucket to the next.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.pricing.cost_rows import Latency, PricedTime
-
-Value = TypeVar("Value", bound=Hashable)
+from stratagem.simulator.pricing.cost_rows import Latency, PricedTime, numbered
 
 
 def spared_latency(before: Sequence[Latency] | None, behind: Sequence[Latency]) -> Ints:
@@ -37,9 +34,8 @@ def spared_latency(before: Sequence[Latency] | None, behind: Sequence[Latency]) 
         Nanoseconds by the choices of both, [1, …] without an operator in front.
     """
     # Most choices take the same paths: what is spared is added up once for those.
-    paths = [tuple(latency.items()) for latency in behind]
-    paid = [frozenset(latency) for latency in (before or [{}])]
-    heres, theres = _numbered(paths), _numbered(paid)
+    heres, columns = numbered([tuple(latency.items()) for latency in behind])
+    theres, rows = numbered([frozenset(latency) for latency in (before or [{}])])
     spared = [
         [
             sum((count - (0 if name in there else 1)) * seconds for name, (count, seconds) in here)
@@ -48,12 +44,7 @@ def spared_latency(before: Sequence[Latency] | None, behind: Sequence[Latency]) 
         for there in theres
     ]
     ns: Ints = np.rint(np.array(spared) * 1e9).astype(np.int64)
-    return ns[np.ix_([theres[one] for one in paid], [heres[one] for one in paths])]
-
-
-def _numbered(values: Iterable[Value]) -> dict[Value, int]:
-    """The distinct values, numbered in the order in which they come."""
-    return {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return ns[np.ix_(rows, columns)]
 
 
 def shortened(timed: PricedTime, spared: Ints) -> PricedTime:

@@ -22,7 +22,7 @@ from stratagem.simulator.base.arrays import Ints, Records, records
 from stratagem.simulator.graph.placement import Placements
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.hardware.resources import COMPUTE
-from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
+from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow, numbered
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.stage_boundaries import price_boundary
 from stratagem.simulator.sharding.choice import Choice
@@ -101,10 +101,9 @@ class MeshPricer:
         choices: dict[int, tuple[Choice, ...]] = {}
         numbers = np.zeros((len(variants), len(graph.operators)), dtype=np.int64)
         for i, operator in enumerate(graph.operators):
-            known: dict[Choice, int] = {}
             listed = [variant.choices[operator.name] for variant in variants]
-            numbers[:, i] = [known.setdefault(choice, len(known)) for choice in listed]
-            choices[i] = tuple(known)
+            distinct, numbers[:, i] = numbered(listed)
+            choices[i] = tuple(distinct)
         table = self.builder.build(range(len(graph.operators)), choices)
         life = stage_lifetimes(table, {})
         prices = _ProfilePrices(table)

@@ -227,7 +227,7 @@ def mask_meaning(mask: torch.Tensor | None, shape: Sequence[int]) -> str:
     if (
         rows == columns
         and square == tuple(seen.shape[-2:]) == (rows, columns)
-        and _equals(seen, triangle)
+        and bool((seen == triangle).all())
     ):
         return "causal"
     return "other"
@@ -237,7 +237,3 @@ def _visible(mask: torch.Tensor) -> torch.Tensor | None:
     """Where an additive mask is 0, if it is very negative everywhere else."""
     zero = mask == 0
     return zero if bool((zero | (mask <= -1e4)).all()) else None
-
-
-def _equals(mask: torch.Tensor, triangle: torch.Tensor) -> bool:
-    return bool((mask == triangle).all())
