@@ -67,10 +67,11 @@ test: $(READY)
 test-slow: kernels
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'slow and not long'
 
-# With the tests of `long`, whose few cases the others have too.
+# With the tests of `long`, whose few cases the others have too: some take half an hour.
 test-all: $(READY)
 	$(MAKE) --no-print-directory --jobs=2 lint kernels
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'long or not long'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m 'long or not long' \
+	    --timeout 7200 -o faulthandler_timeout=7200
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -21,7 +21,7 @@ from stratagem.simulator.engine._delta_replay import (
     reject,
 )
 from stratagem.simulator.engine._delta_state import FULL, REPLAY, DeltaState
-from stratagem.simulator.engine._event_queue import TaskArrays, Workspace
+from stratagem.simulator.engine._event_queue import QueueArrays, TaskArrays, Workspace
 from stratagem.simulator.stage._shut_gates import is_shut
 
 CATCH_UP = 8
@@ -114,8 +114,12 @@ def state_of(plays: Plays, k: int) -> DeltaState:
         Workspace(
             space.remaining[lo:hi],
             space.free[first:last],
-            space.heap_ready[lo:hi],
-            space.heap_task[lo:hi],
+            QueueArrays(
+                space.queue.heap_ready[lo:hi],
+                space.queue.heap_task[lo:hi],
+                space.queue.line_ready[lo:hi],
+                space.queue.line_task[lo:hi],
+            ),
             space.stack[lo:hi],
             space.ready[lo:hi],
             space.start[lo:hi],

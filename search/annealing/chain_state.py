@@ -27,7 +27,7 @@ from stratagem.searcher.problem.tensors_touched import gate_owners, tensors_touc
 from stratagem.simulator.base.arrays import Ints, Records, records
 from stratagem.simulator.engine._delta_replay import play_changes
 from stratagem.simulator.engine._delta_state import DeltaState
-from stratagem.simulator.engine._event_queue import TaskArrays, Workspace
+from stratagem.simulator.engine._event_queue import QueueArrays, TaskArrays, Workspace
 from stratagem.simulator.engine.delta_engine import allocate_delta
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.idle_tasks import contract
@@ -63,7 +63,9 @@ def _own_graph(graph: TaskArrays) -> TaskArrays:
 
 
 def _own_space(space: Workspace) -> Workspace:
-    return Workspace(*(array.copy() for array in space))
+    queue = QueueArrays(*(array.copy() for array in space.queue))
+    rest = {name: getattr(space, name).copy() for name in space._fields if name != "queue"}
+    return Workspace(queue=queue, **rest)
 
 
 def _own_states(states: DeltaState) -> DeltaState:

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.compiling import kernel, uncounted
-from stratagem.simulator.engine._event_queue import TaskArrays, Workspace, simulate_tasks
+from stratagem.simulator.engine._event_queue import (
+    QueueArrays,
+    TaskArrays,
+    Workspace,
+    simulate_tasks,
+)
 from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.stage._shut_gates import is_shut
 
@@ -36,7 +41,7 @@ class PlayedBlocks(NamedTuple):
         gate: of each task, see `stage.shared_conversions`.
         gates: see `Sharing.arrays`.
         set_offsets, set_resources, contention: see `TaskGraph`.
-        work: [9, tasks of the largest block], work space.
+        work: [11, tasks of the largest block], work space.
         free: [resources], work space.
     """
 
@@ -180,12 +185,11 @@ def play_block(block: int, use_inner: int, choice: Ints, blocks: PlayedBlocks) -
     space = Workspace(
         remaining=work[2],
         free=blocks.free,
-        heap_ready=work[3],
-        heap_task=work[4],
-        stack=work[5],
-        ready=work[6],
-        start=work[7],
-        end=work[8],
+        stack=work[3],
+        ready=work[4],
+        start=work[5],
+        end=work[6],
+        queue=QueueArrays(work[7], work[8], work[9], work[10]),
     )
     return simulate_tasks(graph, space)
 

@@ -392,7 +392,7 @@ def _flat_blocks(
         set_offsets=SET_OFFSETS,
         set_resources=SET_RESOURCES,
         contention=contention_table(SET_OFFSETS, SET_RESOURCES, RIVALS, blocks[0].slowdown),
-        work=np.zeros((9, max(block.base.size for block in flat)), dtype=np.int64),
+        work=np.zeros((11, max(block.base.size for block in flat)), dtype=np.int64),
         free=np.zeros(NUM_RESOURCES, dtype=np.int64),
     )
     flat_crossings = np.array(crossings, dtype=np.int64).reshape(-1, 8)

@@ -21,6 +21,7 @@ from stratagem.simulator.base.arrays import Flags, Ints
 from stratagem.simulator.cells.cell_layouts import Cells, Layouts
 from stratagem.simulator.cells.device_cells import PASSES, axes_with_pins, passes_that_release
 from stratagem.simulator.engine._cell_play import CellSpace, CellTasks, play_cells
+from stratagem.simulator.engine._event_queue import QueueArrays
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.hardware.resources import NUM_RESOURCES, RIVALS
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
@@ -174,16 +175,15 @@ class _PlacedBlock:
         self._known = np.full(int(sizes.sum()), -1, dtype=np.int64)
         self._tasks = _fixed(block, self._readers, stage)
         cells, tasks = stage.cells.count, len(block.roles)
-        slots = np.empty((6, tasks * cells), dtype=np.int64)
+        slots = np.empty((8, tasks * cells), dtype=np.int64)
         late = np.empty((2, max(1, len(self._tasks.released) * cells)), dtype=np.int64)
         self._space = CellSpace(
             remaining=slots[0],
             ready=slots[1],
             free=np.empty((NUM_RESOURCES, cells), dtype=np.int64),
-            heap_ready=slots[2],
-            heap_task=slots[3],
-            stack=slots[4],
-            late_first=slots[5],
+            stack=slots[2],
+            late_first=slots[3],
+            queue=QueueArrays(*slots[4:]),
             late_next=late[0],
             late_copy=late[1],
         )

@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.base.compiling import kernel, uncounted
-from stratagem.simulator.engine._event_queue import pop_task, push_task, slowed_by
+from stratagem.simulator.engine._event_queue import (
+    QueueArrays,
+    Queued,
+    dequeue,
+    enqueue,
+    is_queued,
+    slowed_by,
+)
 
 
 class CellTasks(NamedTuple):
@@ -62,7 +69,7 @@ class CellSpace(NamedTuple):
         remaining: [T · C], how many predecessors have not ended, cell by cell.
         ready: [T · C], ns.
         free: [resources, C], ns at which each resource of a cell becomes free.
-        heap_ready, heap_task: [T · C], the queue.
+        queue: of at most T · C copies that are ready.
         stack: [T · C], idle copies that are being passed through.
         late_first: [T · C], where the list of what else waits for a copy begins; −1 for nothing.
         late_next, late_copy: the lists.
@@ -71,8 +78,7 @@ class CellSpace(NamedTuple):
     remaining: Ints
     ready: Ints
     free: Ints
-    heap_ready: Ints
-    heap_task: Ints
+    queue: QueueArrays
     stack: Ints
     late_first: Ints
     late_next: Ints
@@ -167,24 +173,25 @@ def hold_cells(tasks: CellTasks, space: CellSpace, copy: int) -> int:
 
 @kernel(cache=True)
 def hear(
-    tasks: CellTasks, space: CellSpace, copy: int, time: int, size: int, depth: int
-) -> tuple[int, int]:
-    """Let a copy hear that one that it waits for has ended; return how many are queued, idle."""
+    tasks: CellTasks, space: CellSpace, copy: int, time: int, queued: Queued, depth: int
+) -> tuple[Queued, int]:
+    """Let a copy hear that one that it waits for has ended; return what is queued, and idle."""
     space.ready[copy] = max(space.ready[copy], time)
     space.remaining[copy] -= 1
     if space.remaining[copy] == 0:
-        return reach(tasks, space, copy, size, depth)
-    return size, depth
+        return reach(tasks, space, copy, queued, depth)
+    return queued, depth
 
 
 @kernel(cache=True)
-def reach(tasks: CellTasks, space: CellSpace, copy: int, size: int, depth: int) -> tuple[int, int]:
+def reach(
+    tasks: CellTasks, space: CellSpace, copy: int, queued: Queued, depth: int
+) -> tuple[Queued, int]:
     """Queue a copy that waits for nothing more, or let it pass if it is idle."""
     if tasks.durations[copy // tasks.distinct.shape[1]] > 0:
-        push_task(space.heap_ready, space.heap_task, size, space.ready[copy], copy)
-        return size + 1, depth
+        return enqueue(space.queue, queued, space.ready[copy], copy), depth
     space.stack[depth] = copy
-    return size, depth + 1
+    return queued, depth + 1
 
 
 @uncounted(cache=True)
@@ -198,17 +205,15 @@ def play_cells(tasks: CellTasks, space: CellSpace) -> int:
     count_waits(tasks, space)
     release_late(tasks, space)
     space.free[:] = 0
-    size, depth, left, makespan = 0, 0, 0, 0
+    queued, depth, left, makespan = Queued(0, 0, 0), 0, 0, 0
     for task in range(tasks.durations.size):
         for number in range(tasks.copies[tasks.layouts[task]]):
             left += 1
             if space.remaining[task * cells + number] == 0:
-                size, depth = reach(tasks, space, task * cells + number, size, depth)
-    while size > 0 or depth > 0:
+                queued, depth = reach(tasks, space, task * cells + number, queued, depth)
+    while is_queued(queued) or depth > 0:
         if depth == 0:
-            copy = space.heap_task[0]
-            pop_task(space.heap_ready, space.heap_task, size)
-            size -= 1
+            queued, _, copy = dequeue(space.queue, queued)
             time = hold_cells(tasks, space, copy)
             makespan = max(makespan, time)
         else:
@@ -226,9 +231,9 @@ def play_cells(tasks: CellTasks, space: CellSpace) -> int:
             for cell in range(cells):
                 if ours[cell] == number and theirs[cell] >= 0:
                     other = after * cells + theirs[cell]
-                    size, depth = hear(tasks, space, other, time, size, depth)
+                    queued, depth = hear(tasks, space, other, time, queued, depth)
         late = space.late_first[copy]
         while late >= 0:
-            size, depth = hear(tasks, space, space.late_copy[late], time, size, depth)
+            queued, depth = hear(tasks, space, space.late_copy[late], time, queued, depth)
             late = space.late_next[late]
     return makespan if left == 0 else -1

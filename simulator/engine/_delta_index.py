@@ -16,10 +16,16 @@ from stratagem.simulator.engine._delta_state import (
     NEVER,
     NONE,
     DeltaState,
-    first_in_queue,
-    queue_task,
+    queue_key,
+    task_of_key,
 )
-from stratagem.simulator.engine._event_queue import hold_resources, pop_task
+from stratagem.simulator.engine._event_queue import (
+    Queued,
+    dequeue,
+    enqueue,
+    hold_resources,
+    is_queued,
+)
 
 
 @uncounted(forceinline=True, inner=True)
@@ -189,14 +195,14 @@ def effect_position(state: DeltaState, changed: int) -> int:
 
 
 @uncounted(forceinline=True, inner=True)
-def begin_record(state: DeltaState) -> int:
-    """Forget what was played, and queue the tasks without predecessors; return how many."""
+def begin_record(state: DeltaState) -> Queued:
+    """Forget what was played, and queue the tasks without predecessors; return what is queued."""
     state.space.free[:] = 0
     state.known[:] = 0
     state.held[:] = 0
     state.latest[0, :] = NEVER
     state.latest[1, :] = 0
-    size = 0
+    queued = Queued(0, 0, 0)
     for each in range(state.places.size):
         task = state.tasks[each]
         task.waiting = state.graph.num_predecessors[each]
@@ -205,8 +211,8 @@ def begin_record(state: DeltaState) -> int:
         task.played_duration = task.duration
         task.played_resources = task.resources
         if task.waiting == 0:
-            size = queue_task(state, size, 0, each)
-    return size
+            queued = enqueue(state.space.queue, queued, 0, queue_key(state, each))
+    return queued
 
 
 @uncounted(inner=True)
@@ -246,12 +252,11 @@ def record_play(state: DeltaState) -> int:
     """
     tasks, space, book = state.tasks, state.space, state.book[0]
     num_tasks = state.places.size
-    size = begin_record(state)
+    queued = begin_record(state)
     makespan, position = 0, 0
-    while size > 0:
-        ready, taken = space.heap_ready[0], first_in_queue(state)
-        pop_task(space.heap_ready, space.heap_task, size)
-        size -= 1
+    while is_queued(queued):
+        queued, ready, key = dequeue(space.queue, queued)
+        taken = task_of_key(state, key)
         end = record_task(state, taken, ready, position)
         makespan = max(makespan, end)
         for edge in range(tasks[taken].successors, tasks[taken + 1].successors):
@@ -261,7 +266,7 @@ def record_play(state: DeltaState) -> int:
             task.heard = max(task.heard, end)
             if task.waiting == 0:
                 task.released = position
-                size = queue_task(state, size, task.heard, after)
+                queued = enqueue(space.queue, queued, task.heard, queue_key(state, after))
         position += 1
     if position < num_tasks:
         return -1

@@ -81,7 +81,8 @@ def note_changes(state: DeltaState, tasks: Ints, durations: Ints, resource_sets:
 @uncounted(forceinline=True, inner=True)
 def sort_changes(state: DeltaState) -> None:
     """Put the changes in the order of their effect positions."""
-    changes, heap_ready, heap_task = state.changes, state.space.heap_ready, state.space.heap_task
+    changes, queue = state.changes, state.space.queue
+    heap_ready, heap_task = queue.heap_ready, queue.heap_task
     count = state.book[0].num_changes
     for index in range(count):
         each = changes[index].task

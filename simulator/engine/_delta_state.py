@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from stratagem.simulator.base.arrays import Ints, Records, record
 from stratagem.simulator.base.compiling import uncounted
-from stratagem.simulator.engine._event_queue import TaskArrays, Workspace, push_task
+from stratagem.simulator.engine._event_queue import TaskArrays, Workspace
 
 CHUNK_BITS = 5
 """Positions of the played order are kept in chunks of 32; so many bits fit a word of `held`."""
@@ -104,15 +104,6 @@ def queue_key(state: DeltaState, each: int) -> int:
 
 
 @uncounted(forceinline=True, inner=True)
-def queue_task(state: DeltaState, size: int, ready: int, each: int) -> int:
-    """Put a task into the queue of so many; return how many there are then."""
-    space = state.space
-    push_task(space.heap_ready, space.heap_task, size, ready, queue_key(state, each))
-    return size + 1
-
-
-@uncounted(forceinline=True, inner=True)
-def first_in_queue(state: DeltaState) -> int:
-    """The task that is next in the queue."""
-    key: int = state.space.heap_task[0]
+def task_of_key(state: DeltaState, key: int) -> int:
+    """The task that stands in the queue by a key."""
     return key + state.places.size if key < 0 else key

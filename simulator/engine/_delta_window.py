@@ -23,11 +23,10 @@ from stratagem.simulator.engine._delta_state import (
     MIN_GAP,
     NEVER,
     DeltaState,
-    first_in_queue,
     queue_key,
-    queue_task,
+    task_of_key,
 )
-from stratagem.simulator.engine._event_queue import hold_resources, pop_task
+from stratagem.simulator.engine._event_queue import hold_resources, pop_task, push_task
 
 
 class Begin(NamedTuple):
@@ -112,6 +111,14 @@ class Replayed(NamedTuple):
     change: int
     newest: int
     oldest: int
+
+
+@uncounted(forceinline=True, inner=True)
+def queue_task(state: DeltaState, size: int, ready: int, each: int) -> int:
+    """Put a task into the new queue of so many; return how many there are then."""
+    queue = state.space.queue
+    push_task(queue.heap_ready, queue.heap_task, size, ready, queue_key(state, each))
+    return size + 1
 
 
 @uncounted(forceinline=True, inner=True)
@@ -222,7 +229,7 @@ def next_of_old(state: DeltaState, queues: Queues, begin: Begin) -> tuple[Queues
         becomes idle or busy is in the new queue, as its place among others is another.
     """
     tasks, places = state.tasks, state.places
-    heap_ready = state.space.heap_ready
+    heap_ready = state.space.queue.heap_ready
     scan, chunk, offset, trigger, size = queues
     ready = 0
     while scan < places.size:
@@ -249,7 +256,7 @@ def next_task(state: DeltaState, queues: Queues, begin: Begin) -> tuple[Queues, 
     """Take the next task out of both queues; return what is left, the task, and its ready time."""
     queues, ready, is_old = next_of_old(state, queues, begin)
     scan, chunk, offset, trigger, size = queues
-    heap_ready, heap_task = state.space.heap_ready, state.space.heap_task
+    heap_ready, heap_task = state.space.queue.heap_ready, state.space.queue.heap_task
     taken = 0
     if is_old:
         taken = state.places[scan].task
@@ -258,7 +265,7 @@ def next_task(state: DeltaState, queues: Queues, begin: Begin) -> tuple[Queues, 
     if is_old:
         scan += 1
     else:
-        ready, taken = heap_ready[0], first_in_queue(state)
+        ready, taken = heap_ready[0], task_of_key(state, heap_task[0])
         pop_task(heap_ready, heap_task, size)
         size -= 1
     return Queues(scan, chunk, offset, trigger, size), taken, ready

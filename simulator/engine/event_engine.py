@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stratagem.simulator.base.arrays import Ints
-from stratagem.simulator.engine._event_queue import Workspace, simulate_tasks
+from stratagem.simulator.engine._event_queue import QueueArrays, Workspace, simulate_tasks
 from stratagem.simulator.engine.task_graph import TaskGraph
 
 
@@ -52,11 +52,9 @@ class Times:
 
 def allocate(graph: TaskGraph) -> Workspace:
     """Allocate what it takes to simulate a graph, or any other of its size."""
-    remaining, heap_ready, heap_task, stack, ready, start, end = np.empty(
-        (7, graph.num_tasks), np.int64
-    )
+    remaining, stack, ready, start, end, *queue = np.empty((9, graph.num_tasks), np.int64)
     free = np.empty(graph.num_resources, np.int64)
-    return Workspace(remaining, free, heap_ready, heap_task, stack, ready, start, end)
+    return Workspace(remaining, free, QueueArrays(*queue), stack, ready, start, end)
 
 
 def simulate(graph: TaskGraph) -> Times:

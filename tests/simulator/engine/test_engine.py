@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable
 
@@ -18,7 +19,10 @@ from stratagem.simulator.engine.reference_engines import simulate_plain, simulat
 from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 from tests.support.examples import examples
 
-_QUEUE = ("push_task", "pop_task", "slowed_by", "lost_beside")
+_QUEUE = ("push_task", "pop_task", "enqueue", "dequeue", "is_queued", "slowed_by", "lost_beside")
+_ENQUEUE, _DEQUEUE, _IS_QUEUED = (
+    getattr(_event_queue, name).py_func for name in ("enqueue", "dequeue", "is_queued")
+)
 _PLAY = ("begin_tasks", "pass_through", "hold_resources")
 
 
@@ -68,6 +72,24 @@ def random_graph(seed: int) -> TaskGraph:
         rivals=[pair for pair in pairs if rng.random() < 0.5],
         slowdown=int(rng.choice([0, 130, 1000, 2500])),
     )
+
+
+@settings(max_examples=examples(200, few=50), deadline=None)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=60), st.randoms())
+def test_a_queue_gives_back_the_earliest_of_what_it_holds(steps, random):
+    """Numbers are ready times of tasks that come in any order; at None the first one leaves."""
+    tasks = list(range(len(steps)))
+    random.shuffle(tasks)
+    queue = _event_queue.QueueArrays(*np.empty((4, len(steps)), np.int64))
+    queued, expected = _event_queue.Queued(0, 0, 0), []
+    for ready, task in zip(steps, tasks, strict=True):
+        if ready is not None:
+            queued = _ENQUEUE(queue, queued, ready, task)
+            heapq.heappush(expected, (ready, task))
+        elif expected:
+            queued, *first = _DEQUEUE(queue, queued)
+            assert tuple(first) == heapq.heappop(expected)
+        assert bool(_IS_QUEUED(queued)) == bool(expected)
 
 
 def assert_same(actual: Times, expected: Times) -> None:
