@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from functools import cached_property
 
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
 from stratagem.searcher.processes.search_clock import Late
+from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Skeleton, all_skeletons
 from stratagem.searcher.stage_dp.candidates import SLACK, Candidates, candidates
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
@@ -138,6 +140,7 @@ def plan_stages(
     cluster: Cluster | None = None,
     microbatches: tuple[int, ...] | None = None,
     late: Late | None = None,
+    best: float = math.inf,
 ) -> Candidates:
     """What the program over stages finds for a search, on its own cluster or on another.
 
@@ -147,18 +150,27 @@ def plan_stages(
         cluster: that of the search if left out.
         microbatches: numbers of them; those that the constraints allow if left out.
         late: see `candidates`.
+        best: seconds of the best plan that is known. On its own cluster, if that has at most
+            `SMALL_CLUSTER` devices, pipelines are left out whose computing alone takes as long.
 
     Raises:
         ValueError: as `candidates`.
     """
-    limits = space.limits
+    limits, here = space.limits, space.situation
+
+    def hopeless(parts: int, ranks: int, schedule: str | None) -> bool:
+        fills = schedule is not None and traits_of(schedule).fills
+        return space.work.seconds(parts, ranks, fills=fills) >= best
+
+    knows = cluster is None and here.cluster.num_devices <= SMALL_CLUSTER
     return candidates(
-        replace(space.situation, cluster=cluster or space.situation.cluster),
+        replace(here, cluster=cluster or here.cluster),
         schedules=space.schedules,
         limit=limit,
         limits=limits if microbatches is None else replace(limits, microbatches=microbatches),
         layouts=standard_layouts(regather=space.options.regather),
         late=late,
+        hopeless=hopeless if knows and best < math.inf and not here.clock.is_brief else None,
     )
 
 

@@ -289,7 +289,8 @@ class SearchCourse:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
         self.report("planning stages", 0.05)
         try:
-            found = plan_stages(self.space, self._num_drafted, late=self._shares.late(PLANNED))
+            late, best = self._shares.late(PLANNED), self.incumbent.time
+            found = plan_stages(self.space, self._num_drafted, late=late, best=best)
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
             return []

@@ -40,6 +40,9 @@ UNEQUAL_MICROBATCHES = 3
 LIKELY_SAMPLES = 8.0
 """Of a microbatch, where there is no time to try them all."""
 
+Hopeless = Callable[[int, int, str | None], bool]
+"""Whether so many microbatches, on so many ranks or more, under a schedule or any, are no use."""
+
 _Posed = tuple[str, int, Devices, tuple[int, ...]]
 """A schedule, the most stages, how devices may be dealt out, numbers of stages asked for."""
 
@@ -67,6 +70,7 @@ def candidates(
     limits: PipelineLimits | None = None,
     layouts: Sequence[VariantLayout] = LAYOUTS,
     late: Late | None = None,
+    hopeless: Hopeless | None = None,
 ) -> Candidates:
     """The best plans by dynamic programming over stages and sub-meshes.
 
@@ -97,6 +101,8 @@ def candidates(
         late: whether what is left of the space is to be left out, asked now and then, and told
             whether something was found. Numbers of microbatches that are likely good ones then
             come first.
+        hopeless: whether it is proved that no such pipeline is better than what is known; these
+            are left out.
 
     Raises:
         ValueError: on an unknown schedule, a limit below 1, or limits that leave nothing to try.
@@ -106,10 +112,16 @@ def candidates(
         raise ValueError(f"candidates: limit is {limit}; it must be at least 1")
     chain = chain_of(situation.graph)
     search = _CandidateSearch(
-        chain, situation, limits or PipelineLimits(), tuple(schedules), tuple(layouts), late
+        chain,
+        situation,
+        limits or PipelineLimits(),
+        tuple(schedules),
+        tuple(layouts),
+        late,
+        hopeless,
     )
     drafts = search.run()
-    if not drafts and search.shortage is None and not search.is_late:
+    if not drafts and search.shortage is None and not search.left_out:
         raise ValueError(search.why_nothing())
     plans = tuple(_diverse(drafts, limit))
     return Candidates(plans, search.pruned.counts, None if plans else search.shortage)
@@ -125,10 +137,17 @@ class _CandidateSearch:
     schedules: tuple[str, ...]
     layouts: tuple[VariantLayout, ...]
     late: Late | None = None
+    hopeless: Hopeless | None = None
     pruned: Pruned = field(default_factory=Pruned)
     best: float = np.inf
     shortage: PipelineShortage | None = None
     is_late: bool = False
+    is_hopeless: bool = False
+
+    @property
+    def left_out(self) -> bool:
+        """Whether plans may be there that were left out: for want of time, or as no use."""
+        return self.is_late or self.is_hopeless
 
     def run(self) -> list[Candidate]:
         """All candidates within the slack, best first."""
@@ -172,10 +191,19 @@ class _CandidateSearch:
         counts = self.situation.graph.microbatch_counts
         allowed = [n for n in counts if self.limits.allows_microbatches(n)]
         self.pruned.add("numbers of microbatches not allowed", len(counts) - len(allowed))
+        allowed = [n for n in allowed if not self._excludes(n, 1)]
         if self.late is None:
             return allowed[::-1]
         batch = self.situation.graph.batch or 1
         return sorted(allowed, key=lambda n: (abs(math.log(batch / n / LIKELY_SAMPLES)), -n))
+
+    def _excludes(self, parts: int, ranks: int, schedule: str | None = None) -> bool:
+        """Whether pipelines are left out as none of them is better than what is known."""
+        if self.hopeless is None or not self.hopeless(parts, ranks, schedule):
+            return False
+        self.is_hopeless = True
+        self.pruned.add("no faster than what is known, by their computing alone")
+        return True
 
     def _is_over(self) -> bool:
         """Whether there is no time for more, which is then said once."""
@@ -271,7 +299,7 @@ class _CandidateSearch:
         elif not can_run(schedule, ranks, parts):
             self.pruned.add(f"{schedule} cannot run so many microbatches on so many ranks")
         else:
-            return True
+            return not self._excludes(parts, ranks, schedule)
         return False
 
     def _equal_ranks(self) -> list[int]:
@@ -290,6 +318,7 @@ class _CandidateSearch:
         most = min(units, filled, len(self.chain.cuts) - 1, self.limits.max_stages)
         counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
         suited = [s for s in self.schedules if traits_of(s).suits_unequal]
+        suited = [s for s in suited if not self._excludes(parts, 2, s)]
         if not counts or not suited:
             return
         each = cluster.num_devices // units

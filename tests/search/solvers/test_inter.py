@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.problem.priced_skeleton import make_problem
+from stratagem.searcher.space.microbatch_graphs import MicrobatchModels
+from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.space.situation import Situation
-from stratagem.searcher.space.skeletons import Skeleton
+from stratagem.searcher.space.skeletons import Options, Skeleton
 from stratagem.searcher.space.strategies import data_parallel, with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.searcher.stage_dp.candidates import candidates
@@ -319,6 +322,38 @@ def test_the_best_candidate_is_no_slower_than_known_setups():
         setup = TrainingSetup(microbatch=4, tensor=tensor, pipeline=pipeline, zero=zero)
         known = where.simulate(setup.plan(graph, where.cluster))
         assert best <= 1.02 * known.step_time
+
+
+def test_what_computing_alone_excludes_is_left_out_and_nothing_that_is_better():
+    where = situation(small_gpt(num_layers=2, batch=32), FOUR)
+    work = PipelineWork(MicrobatchModels(where), Options(), ("none", "full"))
+    every = [
+        (c.skeleton, where.simulate(c.plan(where)).step_time) for c in candidates(where).plans
+    ]
+    best, excluded = min(seconds for _, seconds in every), []
+
+    def hopeless(parts, ranks, schedule):
+        fills = schedule is not None and traits_of(schedule).fills
+        found = work.seconds(parts, ranks, fills=fills) >= best
+        excluded.extend([(parts, ranks)] if found else [])
+        return found
+
+    found = candidates(where, hopeless=hopeless)
+    assert excluded
+    assert found.pruned["no faster than what is known, by their computing alone"] == len(excluded)
+    assert min(where.simulate(c.plan(where)).step_time for c in found.plans) == best
+    for (skeleton, seconds), (parts, ranks) in itertools.product(every, excluded):
+        if skeleton.num_microbatches == parts and skeleton.num_ranks >= ranks:
+            assert seconds >= best
+
+
+def test_where_all_is_excluded_nothing_is_found_and_no_fault():
+    where = situation(small_gpt(num_layers=2), FOUR)
+    found = candidates(where, hopeless=lambda parts, ranks, schedule: True)
+    assert found.plans == ()
+    assert found.shortage is None
+    counts = len(where.graph.microbatch_counts)
+    assert found.pruned["no faster than what is known, by their computing alone"] == counts
 
 
 @pytest.mark.slow
