@@ -139,7 +139,7 @@ class SearchCourse:
         if stages is None:
             if (ended := self._end_by_known(own)) is not None:
                 return ended
-            stages = self._plan_stages()
+            stages = self._plan_stages(self.incumbent.time)
         known = self.space.simulated(stages, self.incumbent.offer) if early is None else early
         planned = self.space.take_all(known)
         if (ended := self._end_by_planned(planned, own)) is not None:
@@ -285,11 +285,14 @@ class SearchCourse:
         reason = self._rules.reason(self.evaluations)
         return None if reason in NOTHING_PROVED else reason
 
-    def _plan_stages(self) -> Sequence[Candidate]:
-        """Skeletons of the inter-operator program: unequal stages, meshes and policies."""
+    def _plan_stages(self, best: float = np.inf) -> Sequence[Candidate]:
+        """Skeletons of the inter-operator program: unequal stages, meshes and policies.
+
+        Only what may take less than `best`, which must not depend on who simulates meanwhile.
+        """
         self.report("planning stages", 0.05)
         try:
-            late, best = self._shares.late(PLANNED), self.incumbent.time
+            late = self._shares.late(PLANNED)
             found = plan_stages(self.space, self._num_drafted, late=late, best=best)
         except ValueError as error:
             self.notes["inter-operator program"] = str(error)
