@@ -27,7 +27,7 @@ from stratagem.searcher.problem.tensors_touched import gate_owners, tensors_touc
 from stratagem.simulator.base.arrays import Ints, Records, records
 from stratagem.simulator.engine._delta_replay import play_changes
 from stratagem.simulator.engine._delta_state import DeltaState
-from stratagem.simulator.engine._event_queue import QueueArrays, TaskArrays, Workspace
+from stratagem.simulator.engine._event_queue import TaskArrays
 from stratagem.simulator.engine.delta_engine import allocate_delta
 from stratagem.simulator.engine.event_engine import simulate
 from stratagem.simulator.engine.idle_tasks import contract
@@ -43,7 +43,7 @@ def own_arrays(shared: Arrays) -> Arrays:
     """The arrays of a new chain: what it writes to is its own, all else is shared."""
     plays, tensors, pipeline = shared.plays, shared.tensors, shared.pipeline
     fresh = {name: getattr(plays, name).copy() for name in _OF_PLAYS}
-    changes = Changes(*(each.copy() for each in plays.changes))
+    changes = _copied(plays.changes)
     return shared._replace(
         plays=plays._replace(states=_own_states(plays.states), changes=changes, **fresh),
         tensors=tensors._replace(**{n: getattr(tensors, n).copy() for n in _OF_TENSORS}),
@@ -54,7 +54,7 @@ def own_arrays(shared: Arrays) -> Arrays:
 
 
 def _own_queue(shared: QueuedPipeline) -> QueuedPipeline:
-    return shared._replace(graph=_own_graph(shared.graph), space=_own_space(shared.space))
+    return shared._replace(graph=_own_graph(shared.graph), space=_copied(shared.space))
 
 
 def _own_graph(graph: TaskArrays) -> TaskArrays:
@@ -62,16 +62,17 @@ def _own_graph(graph: TaskArrays) -> TaskArrays:
     return graph._replace(durations=filled[0], resource_sets=filled[1])
 
 
-def _own_space(space: Workspace) -> Workspace:
-    queue = QueueArrays(*(array.copy() for array in space.queue))
-    rest = {name: getattr(space, name).copy() for name in space._fields if name != "queue"}
-    return Workspace(queue=queue, **rest)
+def _copied(shared: Any) -> Any:
+    """Copies of all arrays of a named tuple, and of those in it."""
+    if isinstance(shared, np.ndarray):
+        return shared.copy()
+    return type(shared)(*map(_copied, shared))
 
 
 def _own_states(states: DeltaState) -> DeltaState:
     return states._replace(
         graph=_own_graph(states.graph),
-        space=_own_space(states.space),
+        space=_copied(states.space),
         **{name: getattr(states, name).copy() for name in _OF_STATES},
     )
 

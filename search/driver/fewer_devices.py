@@ -150,8 +150,8 @@ def plan_stages(
         cluster: that of the search if left out.
         microbatches: numbers of them; those that the constraints allow if left out.
         late: see `candidates`.
-        best: seconds of the best plan that is known. On its own cluster, if that has at most
-            `SMALL_CLUSTER` devices, pipelines are left out whose computing alone takes as long.
+        best: seconds of the best plan that is known. On its own cluster, where all pipelines are
+            bounded already, those are left out whose computing alone takes as long.
 
     Raises:
         ValueError: as `candidates`.
@@ -162,7 +162,6 @@ def plan_stages(
         fills = schedule is not None and traits_of(schedule).fills
         return space.work.seconds(parts, ranks, fills=fills) >= best
 
-    knows = cluster is None and here.cluster.num_devices <= SMALL_CLUSTER
     return candidates(
         replace(here, cluster=cluster or here.cluster),
         schedules=space.schedules,
@@ -170,7 +169,7 @@ def plan_stages(
         limits=limits if microbatches is None else replace(limits, microbatches=microbatches),
         layouts=standard_layouts(regather=space.options.regather),
         late=late,
-        hopeless=hopeless if knows and best < math.inf and not here.clock.is_brief else None,
+        hopeless=hopeless if cluster is None and space.bounds_all else None,
     )
 
 

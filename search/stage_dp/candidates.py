@@ -43,6 +43,9 @@ LIKELY_SAMPLES = 8.0
 Hopeless = Callable[[int, int, str | None], bool]
 """Whether so many microbatches, on so many ranks or more, under a schedule or any, are no use."""
 
+NO_FASTER = "no faster than what is known, by their computing alone"
+"""Why what is hopeless is left out."""
+
 _Posed = tuple[str, int, Devices, tuple[int, ...]]
 """A schedule, the most stages, how devices may be dealt out, numbers of stages asked for."""
 
@@ -142,12 +145,11 @@ class _CandidateSearch:
     best: float = np.inf
     shortage: PipelineShortage | None = None
     is_late: bool = False
-    is_hopeless: bool = False
 
     @property
     def left_out(self) -> bool:
         """Whether plans may be there that were left out: for want of time, or as no use."""
-        return self.is_late or self.is_hopeless
+        return self.is_late or NO_FASTER in self.pruned.counts
 
     def run(self) -> list[Candidate]:
         """All candidates within the slack, best first."""
@@ -201,8 +203,7 @@ class _CandidateSearch:
         """Whether pipelines are left out as none of them is better than what is known."""
         if self.hopeless is None or not self.hopeless(parts, ranks, schedule):
             return False
-        self.is_hopeless = True
-        self.pruned.add("no faster than what is known, by their computing alone")
+        self.pruned.add(NO_FASTER)
         return True
 
     def _is_over(self) -> bool:
@@ -317,9 +318,11 @@ class _CandidateSearch:
         filled = units if self._is_small else parts
         most = min(units, filled, len(self.chain.cuts) - 1, self.limits.max_stages)
         counts = tuple(n for n in range(2, most + 1) if self.limits.allows_stages(n))
+        if not counts:
+            return
         suited = [s for s in self.schedules if traits_of(s).suits_unequal]
         suited = [s for s in suited if not self._excludes(parts, 2, s)]
-        if not counts or not suited:
+        if not suited:
             return
         each = cluster.num_devices // units
         sizes = unequal_sizes(cluster)

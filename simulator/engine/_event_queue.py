@@ -7,8 +7,8 @@ is less:
     line   ─ 3 ─ 7 ─ 7 ─ 9 ─▶ 12            [1] 12 comes in order
     heap   5, 8                             [2] 8 does not
 
-Most tasks of a training step come in order, so few are sifted: its blocks are played in 0.6 to 0.9
-of the time that a heap alone takes, random graphs in 0.9 to 1.04.
+Most tasks of a training step come in order, so few are sifted: its blocks are played in 0.57 to
+1.01 of the time that a heap alone takes, random graphs in 0.89 to 1.04.
 
 Popping the heap walks the hole to a leaf and lets the last entry rise from there; the smaller
 child is chosen without a branch. The order of ready times is close to random, so a branch there is

@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from stratagem.simulator.engine.task_graph import TaskGraph, build_task_graph
 from tests.support.examples import examples
 
 _QUEUE = ("push_task", "pop_task", "enqueue", "dequeue", "is_queued", "slowed_by", "lost_beside")
-_ENQUEUE, _DEQUEUE, _IS_QUEUED = (
-    getattr(_event_queue, name).py_func for name in ("enqueue", "dequeue", "is_queued")
-)
 _PLAY = ("begin_tasks", "pass_through", "hold_resources")
+
+
+def interpreted(name: str) -> Callable[..., Any]:
+    """A kernel of the engine as plain Python."""
+    kernel = getattr(_event_queue, name)
+    return getattr(kernel, "py_func", kernel)
 
 
 def simulate_interpreted(graph: TaskGraph) -> Times:
@@ -32,11 +36,8 @@ def simulate_interpreted(graph: TaskGraph) -> Times:
     patch = pytest.MonkeyPatch()
     with patch.context() as context:
         for name in (*_QUEUE, *_PLAY):
-            kernel = getattr(_event_queue, name)
-            context.setattr(_event_queue, name, getattr(kernel, "py_func", kernel))
-        kernel = _event_queue.simulate_tasks
-        kernel = getattr(kernel, "py_func", kernel)
-        makespan = kernel(graph.arrays(), space)
+            context.setattr(_event_queue, name, interpreted(name))
+        makespan = interpreted("simulate_tasks")(graph.arrays(), space)
     return Times(space.ready, space.start, space.end, int(makespan))
 
 
@@ -82,14 +83,15 @@ def test_a_queue_gives_back_the_earliest_of_what_it_holds(steps, random):
     random.shuffle(tasks)
     queue = _event_queue.QueueArrays(*np.empty((4, len(steps)), np.int64))
     queued, expected = _event_queue.Queued(0, 0, 0), []
+    enqueue, dequeue, is_queued = map(interpreted, ("enqueue", "dequeue", "is_queued"))
     for ready, task in zip(steps, tasks, strict=True):
         if ready is not None:
-            queued = _ENQUEUE(queue, queued, ready, task)
+            queued = enqueue(queue, queued, ready, task)
             heapq.heappush(expected, (ready, task))
         elif expected:
-            queued, *first = _DEQUEUE(queue, queued)
+            queued, *first = dequeue(queue, queued)
             assert tuple(first) == heapq.heappop(expected)
-        assert bool(_IS_QUEUED(queued)) == bool(expected)
+        assert bool(is_queued(queued)) == bool(expected)
 
 
 def assert_same(actual: Times, expected: Times) -> None:
