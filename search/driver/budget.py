@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.processes.search_effort import SearchEffort
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.saved_values import shown
 from stratagem.simulator.simulation.simulation import TELLS_APART
@@ -57,8 +58,9 @@ class Budget:
         seconds: wall time; None has no limit.
         gap: share of a step: the search ends as soon as it is proved that no plan of the space
             takes so much less than the best one found (`SearchResult.gap`), once choices were
-            made on the skeletons of the best known strategies. With 0.05 it ends where what could
-            be gained is less than predictions tell apart. With 0 it goes on.
+            made on the skeletons of the best known strategies; of large models only where the
+            fastest plan is asked for (`prefer`). With 0.05 it ends where what could be gained is
+            less than predictions tell apart. With 0 it goes on.
         is_of_listed: whether it also ends where the gap is proved of all listed skeletons
             (`SearchResult.listed_bound`) and other pipelines, cut anywhere, were planned by the
             inter-operator program. A search that is told none of the three does.
@@ -114,7 +116,7 @@ class Budget:
         """Whether nothing is said of when a search is to end."""
         return self.evaluations is None and self.seconds is None and self.gap is None
 
-    def settled(self) -> SettledBudget:
+    def settled(self, *, ends_near: bool = False) -> SettledBudget:
         """The same with a number for all that ends a search.
 
         Example:
@@ -125,15 +127,22 @@ class Budget:
         if self.is_open:
             given |= {"gap": TELLS_APART, "is_of_listed": True}
         given["evaluations"] = EVALUATIONS if self.evaluations is None else self.evaluations
-        return SettledBudget(**{**given, "gap": given["gap"] or 0.0})
+        return SettledBudget(**{**given, "gap": given["gap"] or 0.0}, ends_near=ends_near)
 
 
 @dataclass(frozen=True, repr=False)
 class SettledBudget(Budget):
-    """A budget that says all that ends a search."""
+    """A budget that says all that ends a search.
+
+    Attributes:
+        ends_near: whether the search of a large model ends as soon as a plan is near enough. What
+            chains gain on it they do by treating like layers unlike, for what a search for the
+            simplest plan gives away.
+    """
 
     evaluations: int = EVALUATIONS
     gap: float = 0.0
+    ends_near: bool = field(default=False, kw_only=True)
 
     def least(self, num_operators: int) -> int:
         """Evaluations of a skeleton that is searched, whatever its share of them is.
@@ -195,6 +204,17 @@ class StopRules:
         may_end = self._asks and self._budget.is_of_listed
         return may_end and self._space.listed_bound(self._incumbent.time) >= self.enough
 
+    def at_once(self) -> StopReason | None:
+        """Why a search ends before choices are improved, if it does: see `ends_near`."""
+        is_large = self._space.num_operators >= SMALL_OPERATORS
+        return self._nearness() if self._budget.ends_near and is_large else None
+
+    def _nearness(self) -> StopReason | None:
+        """Of which plans the gap is proved, if it is."""
+        if self.is_near():
+            return StopReason.NEAR
+        return StopReason.NEAR_LISTED if self.is_near_listed() else None
+
     @property
     def _asks(self) -> bool:
         """Whether a gap is asked for, and there is a plan of which it may be proved."""
@@ -215,10 +235,8 @@ class StopRules:
             return StopReason.PROVED if others >= best * (1 - 1e-6) else StopReason.LISTED
         if self._is_up():
             return StopReason.SECONDS
-        if self.is_near():
-            return StopReason.NEAR
-        if self.is_near_listed():
-            return StopReason.NEAR_LISTED
+        if near := self._nearness():
+            return near
         if self._budget.evaluations == 0:
             return StopReason.NO_EVALUATIONS
         spent = evaluations >= self._budget.evaluations

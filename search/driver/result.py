@@ -423,25 +423,23 @@ class SearchResult(SavedValue):
     def _words(self) -> str:
         """How good the plan is, and what was done for it."""
         vain = vain_devices(self.plan, self.plan.rewrite(self.graph).graph)
-        simple, crowded = self.simplicity, self.simulation.crowded
-        simple = simple[:1].upper() + simple[1:]
-        order, errors = self.order, self._of_errors
+        simple = self.simplicity[:1].upper() + self.simplicity[1:]
         told = (
-            simple,
-            self._of_gap,
-            order,
-            self._of_faster,
-            self._of_headroom,
-            errors,
-            vain,
-            crowded,
+            *(simple, self._of_gap, self.order, self._of_faster, self._of_headroom),
+            *(self._of_errors, vain, self.simulation.crowded),
         )
         of_fastest = "of the fastest, " if self.fastest is not None else ""
         return (
-            f"{self.certificate}. {self.evaluations:,} plans evaluated in {self.seconds:.1f} s; "
+            f"{self.certificate}. {self.spent}; "
             f"{of_fastest}{self.stop_reason.value}.{self._caveat}"
             + "".join(f" {more}." for more in told if more)
         )
+
+    @property
+    def spent(self) -> str:
+        """What the search spent: plans that chains decided on, if any, and wall time."""
+        what = f"{self.evaluations:,} plans evaluated" if self.evaluations else "Searched"
+        return f"{what} in {self.seconds:.1f} s"
 
     @property
     def simplicity(self) -> str:

@@ -112,7 +112,8 @@ def search(
         checkpoint: a file that keeps finished skeletons; an equal search goes on from it.
         prefer: ``"fastest"``, or ``"simplest"``: of the plans that a prediction cannot tell from
             the fastest, the one that treats like layers most alike (see `simpler_plans`). Where a
-            gap was asked for and is proved, the simplest one keeps to it, too.
+            gap was asked for and is proved, the simplest one keeps to it, too; and of a model of
+            100 operators or more choices are not improved further then: that makes layers differ.
         draws: how often errors of the prices are drawn (see `report.robustness`), for
             `SearchResult.robustness`.
         progress: called often with a `Progress`.
@@ -146,7 +147,7 @@ def search(
     if prefer not in PREFERENCES:
         raise unknown("preference", prefer, PREFERENCES)
     asked, wishes, base = budget or Budget(), space or Space(), _training(training, start)
-    spend, begin = asked.settled(), time.monotonic()
+    spend, begin = asked.settled(ends_near=prefer == SIMPLEST), time.monotonic()
     wishes.check_axes(_axes(start))
     wishes.check_degrees(graph, cluster.num_devices)
     heard = interrupts or Interrupts()

@@ -244,8 +244,8 @@ class SearchCourse:
 
     def _descend(self, improver: Improver) -> bool:
         """Go downhill from all that was searched, while that helps; whether it is near enough."""
-        least = self.budget.least(self.space.num_operators)
-        anew = self._effort.descent_evaluations if least and self._is_small else 0
+        least = self.budget.least(self.space.num_operators) if self._is_small else 0
+        anew = self._effort.descent_evaluations if least else 0
         for turn in range(self._effort.descents):
             found = improver.descend(self._shares.is_up, anew)
             self._bound_found(found)
@@ -269,10 +269,12 @@ class SearchCourse:
         return self._rules.is_near()
 
     def _end_near(self, known: Sequence[SkeletonEntry]) -> StopReason | None:
-        """Search by chains of few evaluations; what just joined the list is bounded.
+        """Search by few evaluations of chains, unless it ends at once; bound what just joined.
 
-        None where what joined it may be better by more than the gap after all.
+        None where what joined the list may be better by more than the gap after all.
         """
+        if ended := self._rules.at_once():
+            return ended
         work = self._effort.near_work
         few = [e for e in known if e.num_passes <= work / self.space.num_operators]
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
@@ -398,8 +400,7 @@ class SearchCourse:
         self._phase = (f"searching {entry.skeleton}", low, high)
         self.report(self._phase[0], low)
         key = digest(entry.skeleton, entry.starts[:1], turn.by_chains)
-        known = self._checkpoint.get(key)
-        if known is not None:
+        if (known := self._checkpoint.get(key)) is not None:
             self._recall(entry, known)
             return
         problem = self._problem(entry)
@@ -475,9 +476,8 @@ class SearchCourse:
         share = self.budget.least(self.space.num_operators) // part
         more = [entry for entry in entries if entry.fate is not Fate.ANNEALED]
         for number, entry in enumerate(more):
-            if self._shares.is_up():
-                return
-            self._search_entry(entry, Turn(share, number, len(more)))
+            if not self._shares.is_up():
+                self._search_entry(entry, Turn(share, number, len(more)))
 
     @property
     def _is_small(self) -> bool:

@@ -221,8 +221,7 @@ def _show(say: Console, result: SearchResult, space: bool) -> None:
     named = {shown[name]: each for name, each in plans.items()}
     say.print(strategy_table(named, told=told, draws=draws))
     say.print(
-        f"{result.evaluations:,} plans evaluated in {result.seconds:.1f} s; "
-        f"{result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
+        f"{result.spent}; {result.stop_reason.value}.\nCertificate: {result.certificate}.\n"
         f"Simplicity: {result.simplicity}.\n"
         f"Robustness: {_sureness(result)}.\n"
         f"Headroom: {result.headroom} had to stay free.\n"

@@ -15,10 +15,12 @@ from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import QUICK_METHODS, search
 from stratagem.searcher.driver.skeleton_work import Sharpener
 from stratagem.searcher.improvement.outcomes import Known
+from stratagem.searcher.improvement.simpler_plans import variety
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeletons
 from stratagem.searcher.space.strategies import data_parallel
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
@@ -117,6 +119,31 @@ def test_a_search_that_is_told_nothing_ends_where_predictions_tell_no_more_apart
     assert usual.bound is not None
     assert usual.bound <= whole.simulation.step_time
     assert whole.stop_reason not in (StopReason.ALIKE, StopReason.NEAR)
+
+
+@pytest.mark.parametrize("layers", [20, 60])
+def test_the_simplest_plan_of_a_large_model_is_not_improved_further_when_it_is_near(
+    layers: int,
+) -> None:
+    """Chains ran a quarter of the time for what the simplest plan gave away again."""
+    graph = mlp([256] * (layers + 1), batch=64)
+    is_large = len(graph.operators) >= SMALL_OPERATORS
+    assert is_large == (layers == 60)
+    budget, told = Budget(400, gap=0.5), list[str]()
+    simple, fast = (
+        search(
+            graph, CLUSTER, budget=budget, prefer=prefer, progress=lambda p: told.append(p.phase)
+        )
+        for prefer in ("simplest", "fastest")
+    )
+    assert simple.stop_reason is fast.stop_reason is StopReason.NEAR
+    assert (simple.evaluations == 0) == is_large
+    assert ("Searched in" in str(simple)) == is_large
+    assert fast.evaluations > 0
+    assert any(phase.startswith("searching ") for phase in told)
+    assert simple.gap is not None
+    assert simple.gap <= 0.5
+    assert variety(simple.plan, graph) <= variety(fast.plan, graph)
 
 
 @pytest.mark.slow
