@@ -465,6 +465,7 @@ def test_failed_rank_is_one_line_too(place: Path) -> None:
     assert files(place) == before
 
 
+@pytest.mark.slow
 def test_profile_search_run_compare(place: Path) -> None:
     model = "small_model:build"
     options = ("-c", "here.json", "--measure", "--evaluations", "100", "-o", "p.json")

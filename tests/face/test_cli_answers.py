@@ -187,6 +187,7 @@ class TestJson:
         answer("cache", "ls")  # makes the file
         assert key in answer("cache", *arguments)
 
+    @pytest.mark.slow
     def test_progress_is_on_standard_error(self, place):
         command = [sys.executable, "-m", "stratagem.cli.app", "search", "graph.json", *SMALL]
         done = subprocess.run(

@@ -52,6 +52,7 @@ def call(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
 
 
+@pytest.mark.slow
 def test_from_a_search_to_what_is_given_back(place: Path) -> None:
     found = call("search", "forward:served:build", *CLUSTER, "--out", "plan.json")
     assert found.exit_code == 0, found.output

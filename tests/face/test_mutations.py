@@ -356,7 +356,10 @@ def mutate(kind: Kind, name: str, folder: Path, count: int, seed: int) -> None:
             assert all(whole[key] == value for key, value in found.items()), f"{story}: other time"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "search result")) for name in KINDS],
+)
 def test_a_changed_file_is_read_or_refused(tmp_path: Path, name: str) -> None:
     mutate(KINDS[name], name, tmp_path, FEW, seed=1)
 

@@ -48,10 +48,18 @@ def name(request: pytest.FixtureRequest) -> str:
 
 LARGE = ("llama3", "mixtral", "t5")
 """Whose published size takes seconds to capture."""
+MEDIUM = ("translator", "vit")
+"""Whose published size takes some of them."""
 of_half = pytest.mark.parametrize("name", crossed(gallery.NAMES, every=2), indirect=True)
 of_published_size = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in LARGE)) for name in gallery.NAMES],
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.long] * (name in LARGE) + [pytest.mark.slow] * (name in MEDIUM),
+        )
+        for name in gallery.NAMES
+    ],
     indirect=True,
 )
 

@@ -176,6 +176,7 @@ def test_momentum_is_moved_under_every_kind_of_plan(
     assert_same(result, *trained(case, build, schedule=MOVING["one cycle"]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", few(["functions", "one cycle"], 1))
 def test_processes_are_told_what_is_moved(name: str, tmp_path: Any) -> None:

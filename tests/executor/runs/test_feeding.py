@@ -94,6 +94,7 @@ def test_what_fails_while_drawing_is_told(tmp_path: Path, graph: OperatorGraph) 
             feeder.check()
 
 
+@pytest.mark.slow
 def test_both_backends_train_alike_on_a_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_what_cannot_be_forked_runs_as_before_and_says_why(
     assert code == (0 if change is None else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "let go of"])
 def test_a_run_outlives_the_process_that_it_was_forked_from(run: Run, how: str) -> None:
     """Also when nothing is kept any more while it goes on."""

@@ -239,6 +239,7 @@ def test_a_keeper_that_is_killed_takes_the_run_with_it(place: Path) -> None:
     assert not list((place / "scratch").glob("stratagem-*"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_at_its_exit_keeps_the_result(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

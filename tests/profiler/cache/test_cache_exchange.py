@@ -111,6 +111,7 @@ class TestRoundTrip:
 
 
 class TestDamaged:
+    @pytest.mark.slow
     @both
     def test_any_cut_is_seen(self, format):
         write, read = FORMATS[format]

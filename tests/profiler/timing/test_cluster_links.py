@@ -311,6 +311,7 @@ class TestMeasuredLinks:
         assert found.inter_node == given.inter_node
 
 
+@pytest.mark.slow
 def test_collectives_are_timed_over_nccl() -> None:
     """Every kind ends and is timed, also where a rank is in no group."""
     found = run_fake(3, lambda comm: time_collectives(comm, [4096], groups=[2, 3], repeats=1))

@@ -65,6 +65,7 @@ def with_memory(gib: float) -> Cluster:
     return replace(CLUSTER, device_types=(device,))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(data=st.data())
 def test_no_plan_holds_less(data: st.DataObject) -> None:

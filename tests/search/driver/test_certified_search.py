@@ -79,6 +79,7 @@ def test_the_certificate_holds_for_everything_that_was_met() -> None:
     assert len(result.space_table.rows) == len(result.space)
 
 
+@pytest.mark.slow
 def test_the_front_holds_no_plan_that_another_beats() -> None:
     front = found().front
     assert front[0].step_time == min(p.step_time for p in front)
@@ -216,6 +217,7 @@ def test_a_skeleton_on_which_nothing_fits_is_remembered(tmp_path: Path) -> None:
     assert found == Searched(plan, 5, float("inf"), 0.25)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_an_edited_plan() -> None:
     graph = tiny_gpt()
     result = quick(graph, budget=Budget(evaluations=0))
@@ -277,6 +279,7 @@ def test_figures_of_a_result() -> None:
     assert np.isfinite(result.gap or 0.0)
 
 
+@pytest.mark.slow
 def test_sizes_are_compared_by_time_and_by_money() -> None:
     priced = replace(Cluster.preset("dgx-a100", devices_per_node=2), node_price_per_hour=36.0)
     graph = tiny_gpt()

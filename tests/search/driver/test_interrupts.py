@@ -128,7 +128,13 @@ class TestInterrupts:
         assert handlers == [signal.default_int_handler]
 
 
-@pytest.mark.parametrize("where", ["asked_and_others", "_named", "_simplest", "drawn_steps"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("asked_and_others", "_simplest"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("_named", "drawn_steps")),
+    ],
+)
 def test_where_nothing_may_be_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the search proper it raised; after it, it threw the plan found away."""
     own = getattr(searching, where)

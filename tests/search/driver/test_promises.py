@@ -480,7 +480,10 @@ def starts(graph: OperatorGraph, cluster: Cluster) -> dict[str, Plan]:
     }
 
 
-@pytest.mark.parametrize("kind", few(STARTS, 6))
+@pytest.mark.parametrize(
+    "kind",
+    [*STARTS[:5], pytest.param("pinned", marks=pytest.mark.slow), *few(STARTS[6:], 0)],
+)
 def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> None:
     """Plans of two homes or with slices of tokens were refused, those of own orders crashed.
 

@@ -118,6 +118,7 @@ class TestContent:
             assert seconds <= totals[name] * (1 + 1e-9)
         assert sum(row[-1] for row in shown) >= graph.num_parameters
 
+    @pytest.mark.slow
     def test_markup_in_names_stays_text(self, pipelined, written, tmp_path):
         plan = replace(pipelined.plan, model=NASTY)
         result = replace(pipelined, plan=plan, simulation=replace(pipelined.simulation, plan=plan))
@@ -172,6 +173,7 @@ class TestChanges:
         assert told["as it is"] == pipelined.simulation.step_time
         assert told["all links twice as fast"] <= told["links in a node twice as fast"]
 
+    @pytest.mark.slow
     def test_one_node_more_is_searched(self, pipelined):
         table = hardware_changes.hardware_changes(
             pipelined, default_costs(), budget=Budget(20, gap=0.5), space=WISHES

@@ -129,7 +129,7 @@ def test_the_simplest_plan_of_a_large_model_is_not_improved_further_when_it_is_n
     graph = mlp([256] * (layers + 1), batch=64)
     is_large = len(graph.operators) >= SMALL_OPERATORS
     assert is_large == (layers == 60)
-    budget, told = Budget(400, gap=0.5), list[str]()
+    budget, told = Budget(400, gap=0.9), list[str]()
     simple, fast = (
         search(
             graph, CLUSTER, budget=budget, prefer=prefer, progress=lambda p: told.append(p.phase)
@@ -142,7 +142,7 @@ def test_the_simplest_plan_of_a_large_model_is_not_improved_further_when_it_is_n
     assert fast.evaluations > 0
     assert any(phase.startswith("searching ") for phase in told)
     assert simple.gap is not None
-    assert simple.gap <= 0.5
+    assert simple.gap <= 0.9
     assert variety(simple.plan, graph) <= variety(fast.plan, graph)
 
 
@@ -158,6 +158,7 @@ def test_a_small_model_ends_there_too_and_is_searched_to_the_end_when_asked() ->
     assert whole.stop_reason not in (StopReason.ALIKE, StopReason.NEAR)
 
 
+@pytest.mark.slow
 def test_listed_skeletons_may_end_a_search_that_is_told_nothing() -> None:
     """Pipelines cut anywhere are bounded by what they compute, which says little where links
     count: GPT-2 on 16 A100s was searched four times as long for 0.03 % less.

@@ -98,6 +98,7 @@ def test_whoever_asks_for_a_part_gets_its_error() -> None:
             assert not workers.failure
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_leaves_is_done_here() -> None:
     with shelf(3) as workers:
         here = {os.getpid()}
@@ -177,6 +178,7 @@ def test_measured_costs_and_constraints_are_sent_to_other_processes(tmp_path: Pa
     assert same(result) == alone
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_without_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = found_alone()
 

@@ -244,6 +244,7 @@ def test_one_that_fits_is_better_than_any_that_does_not() -> None:
     assert min([other, chain], key=lambda each: each.rank) is chain
 
 
+@pytest.mark.slow
 def test_a_choice_may_decide_the_memory_of_the_stage_that_receives() -> None:
     """Stages of one rank reshard: what a stage receives depends on how the one before made it."""
     p = CASES["four stages on one rank"].problem()
@@ -343,6 +344,7 @@ def least_and_played(
     return least, ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bounds_of_blocks_hold_for_any_change(name: str) -> None:
     p = CASES[name].problem()
@@ -495,6 +497,7 @@ for name in ("1f1b, a parameter tied across", "four stages on one rank"):
 """
 
 
+@pytest.mark.slow
 def test_no_kernel_reads_beyond_its_arrays() -> None:
     """As Python, whose arrays check every index, and here also that none is below zero."""
     assert in_bounds(PLAIN_WALKS)

@@ -155,6 +155,7 @@ def test_branches_read_nothing_of_one_another_and_lead_nowhere_else() -> None:
 # -- what is found --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.long)])
 def test_two_towers_are_placed_apart(nodes: tuple[int, int]) -> None:
     """Their gradients need no sum then, and that is most of a step over slow links."""

@@ -146,6 +146,7 @@ def test_a_search_says_which_forms_it_was_not_asked_for() -> None:
     assert "pipelines with two directions" not in asked.notes
 
 
+@pytest.mark.slow
 def test_no_certificate_claims_anything_of_slices() -> None:
     result = sliced()
     assert result.unbounded == (Form.SLICED,)
@@ -163,6 +164,7 @@ def test_no_certificate_claims_anything_of_slices() -> None:
     assert "slices no tokens" in whole.certificate
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_from_slices_and_is_as_good() -> None:
     setup = TrainingSetup(microbatch=1, pipeline=2, schedule="gpipe", training=HALF)
     start = replace(setup.plan(text(), far_apart()), schedule=SLICED, token_slices=2)

@@ -129,6 +129,7 @@ def test_the_fastest_plan_is_compared_beside_the_simplest(result) -> None:
     assert robustness(both, draws=2).names[:2] == (FOUND, "fastest plan")
 
 
+@pytest.mark.slow
 def test_a_search_without_draws_or_time_says_so(result) -> None:
     quick = {"budget": sg.Budget(0, bounded=0), "baselines": (), "progress": False}
     none = sg.search(result.graph, result.plan.cluster, draws=0, **quick)

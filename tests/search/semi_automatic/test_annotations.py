@@ -102,7 +102,7 @@ def test_a_search_betters_what_is_open_and_keeps_what_is_said() -> None:
     ("tensor", "asked"),
     [
         ("h.0.mlp.up.weight", {"model": "out"}),
-        ("h.0.mlp.up.weight", {"data": "in"}),
+        pytest.param("h.0.mlp.up.weight", {"data": "in"}, marks=pytest.mark.slow),
         ("h.0.mlp.up", {"model": None}),
         ("h.0.mlp.up.weight", {"model": None}),
     ],
@@ -269,6 +269,7 @@ def test_the_command_line_completes_searches_and_blames(tmp_path: Path) -> None:
     assert sg.Plan.load(out).num_devices == 4
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_under_annotations_it_says_so() -> None:
     """The step of a plan that does not fit was compared with those of plans that do."""
     graph = sg.models.mlp([512, 2048, 512], batch=32)

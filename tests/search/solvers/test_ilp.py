@@ -308,6 +308,7 @@ def crowded(seed: int, num_nodes: int) -> Instance:
     return Instance(costs, tuple(edges), uses, (Device("device", least_cost // 3),))
 
 
+@pytest.mark.slow
 def test_prices_find_solutions_where_memory_decides() -> None:
     instance = crowded(0, 400)
     core, incumbent, part = begun(instance)
@@ -339,6 +340,7 @@ def test_settling_what_nodes_hold_loses_no_better_solution() -> None:
     assert num_split >= 20
 
 
+@pytest.mark.slow
 def test_a_limit_of_regions_ends_the_search_for_better_solutions() -> None:
     instance = crowded(1, 30)
     limited = [solve(instance, max_parts=2, max_regions=regions) for regions in (0, 1, 4)]

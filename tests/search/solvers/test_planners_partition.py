@@ -145,6 +145,7 @@ def in_an_order(graph: PartitionInput, stages: list[PlannedStage]) -> bool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150))
 @given(inputs())
 def test_contiguous_splits_equal_trying_all(graph: PartitionInput) -> None:
@@ -168,6 +169,7 @@ def test_contiguous_splits_equal_trying_all(graph: PartitionInput) -> None:
     assert result.value >= min(loads) - 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(inputs())
 def test_scattered_splits_are_bounded_and_proved_ones_best(graph: PartitionInput) -> None:

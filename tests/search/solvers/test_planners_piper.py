@@ -115,6 +115,7 @@ def best_of_all(graph: PiperInput) -> float:
     return best
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(inputs())
 def test_plans_equal_trying_all(graph: PiperInput) -> None:

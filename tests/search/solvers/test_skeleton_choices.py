@@ -108,6 +108,7 @@ def test_a_plan_that_fits_is_looked_for_beside_what_waits() -> None:
     assert not any(each.fits for each in met[:-1])
 
 
+@pytest.mark.slow
 def test_a_skeleton_that_is_counted_through_has_a_plan_that_fits() -> None:
     situation, problem, best = between()
     bound = Space(headroom=0.0).bind(situation.graph)
@@ -123,7 +124,7 @@ def test_a_skeleton_that_is_counted_through_has_a_plan_that_fits() -> None:
     assert found.bound == first.step_time < plan.step_time
 
 
-@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("ways", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_choices_that_are_no_plan_of_the_wish_are_changed_where_it_costs_least(ways: int) -> None:
     """With `tensor=2` some operator must be cut in two, though samples alone would be faster."""
     roomy = late(sizes=(256, 512, 256))

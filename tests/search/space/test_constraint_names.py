@@ -56,6 +56,7 @@ def test_a_misspelt_axis_is_refused(what: str) -> None:
         found(Space(**{what: pairs}))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_axis_of_the_plan_to_start_from_is_known() -> None:
     setup = TrainingSetup(microbatch=1, training=Training()).plan(GRAPH, CLUSTER)
     ring = DeviceMesh((MeshAxis("ring", 4), MeshAxis("one", 1)), setup.stages[0].mesh.devices)
@@ -86,6 +87,7 @@ def test_rewritten_graphs_keep_what_is_pinned(pin: str) -> None:
             assert stage.choices[name].config == SAMPLES
 
 
+@pytest.mark.slow
 def test_rewritten_graphs_may_merge_what_is_not_pinned() -> None:
     node = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
     result = found(Space(pin={"layers.0.mlp.gate": SAMPLES}), node, rewrites=2)
@@ -93,6 +95,7 @@ def test_rewritten_graphs_may_merge_what_is_not_pinned() -> None:
     assert len(result.space) > len(plain.space)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", few(["layers.*.mlp.gate", "layers.0.mlp.gate"], 1))
 def test_a_rewritten_start_without_what_is_pinned_is_only_compared(pin: str) -> None:
     """It was an error where nothing of the name was left, and taken where something was."""

@@ -80,6 +80,7 @@ def plan_of(plan: Plan, slices: int | tuple[int, ...] = 1) -> Plan:
     return replace(plan, schedule="terapipe", token_slices=slices)
 
 
+@pytest.mark.slow
 def test_slices_of_a_long_text_get_shorter_and_are_faster_than_equal_ones() -> None:
     graph = model(sequence=8192)
     plan = pipeline(graph)

@@ -254,6 +254,7 @@ def test_options_are_equal_as_to_numba(ours, theirs, kind):
     assert options(KernelFlags, ours) != ours
 
 
+@pytest.mark.slow
 def test_a_chain_of_a_small_model_compiles_what_all_run():
     """Another process runs it ahead, so no chain of a search may have types of its own."""
     compile_chains()

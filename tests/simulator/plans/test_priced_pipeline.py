@@ -93,6 +93,7 @@ def test_a_step_under_each_of_several_prices_is_what_it_is_alone(
     _steps_are_what_they_are_alone(name, seed, monkeypatch)
 
 
+@pytest.mark.slow
 def test_conversions_are_on_the_cells_of_their_own_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links in nodes a sixth faster made another path the cheapest: 16.28 ms, and 16.19 on the
     cells of the path before.

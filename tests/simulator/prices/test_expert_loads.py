@@ -115,6 +115,7 @@ def test_measured_times_are_stretched() -> None:
     assert unlike / alike == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_loads_are_kept_in_plans_and_said_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,6 +300,7 @@ def test_places_are_no_nan_in_trials() -> None:
     assert "sample" in [dim.name for dim in sampler.dims if not dim.whole]
 
 
+@pytest.mark.slow
 def test_a_size_that_is_told_is_not_always_that_of_the_result() -> None:
     """Grids are made for images of some size, and were made for images of the grids' own."""
     torch.manual_seed(0)

@@ -289,6 +289,7 @@ def test_hooks_on_gradients_are_refused(hook: Callable[[Model], Any], said: str)
         capture(model, (torch.randn(6, 6),))
 
 
+@pytest.mark.slow
 def test_processes_import_what_has_a_backward_of_its_own() -> None:
     """They were given the graph alone, and did not know what to call."""
     torch.manual_seed(0)

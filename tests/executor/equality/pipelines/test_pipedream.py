@@ -349,6 +349,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_processes_train_by_the_published_rule_and_checkpoints_need_no_older_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

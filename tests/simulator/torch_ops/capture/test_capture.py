@@ -413,6 +413,7 @@ def test_transformers(name: str) -> None:
     assert all(o.attributes["causal"] == (name in ("gpt2", "llama")) for o in attention)
 
 
+@pytest.mark.slow
 def test_padding_mask_becomes_a_source() -> None:
     model, feeds = tiny("gpt2")
     feeds["attention_mask"] = torch.ones(3, 10, dtype=torch.int64)
