@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonList
 from stratagem.searcher.processes.search_effort import SearchEffort
-from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.saved_values import shown
 from stratagem.simulator.simulation.simulation import TELLS_APART
@@ -206,8 +205,8 @@ class StopRules:
 
     def at_once(self) -> StopReason | None:
         """Why a search ends before choices are improved, if it does: see `ends_near`."""
-        is_large = self._space.num_operators >= SMALL_OPERATORS
-        return self._nearness() if self._budget.ends_near and is_large else None
+        ends = self._budget.ends_near and not self._space.is_small
+        return self._nearness() if ends else None
 
     def _nearness(self) -> StopReason | None:
         """Of which plans the gap is proved, if it is."""

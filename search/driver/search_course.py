@@ -41,7 +41,6 @@ from stratagem.searcher.processes.search_clock import (
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart, worker_count
 from stratagem.searcher.space.choices import choices_of
 from stratagem.searcher.space.skeletons import Skeleton
-from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
@@ -244,7 +243,7 @@ class SearchCourse:
 
     def _descend(self, improver: Improver) -> bool:
         """Go downhill from all that was searched, while that helps; whether it is near enough."""
-        least = self.budget.least(self.space.num_operators) if self._is_small else 0
+        least = self.budget.least(self.space.num_operators) if self.space.is_small else 0
         anew = self._effort.descent_evaluations if least else 0
         for turn in range(self._effort.descents):
             found = improver.descend(self._shares.is_up, anew)
@@ -259,7 +258,7 @@ class SearchCourse:
     def _sharpen_few(self) -> bool:
         """Sharpen bounds until the gap asked for is proved, where few are short of it."""
         weak = self.space.open_below(self._rules.enough)
-        if not self._is_small and len(first_policies(weak)) <= self._effort.ahead:
+        if not self.space.is_small and len(first_policies(weak)) <= self._effort.ahead:
             stop = self._shares.past(SURVEYED)
             self._certify(len(weak), np.inf, stop)
             # Those that were sharpened while the best plan was slower may have ended too early.
@@ -364,7 +363,7 @@ class SearchCourse:
         Few of these were listed, and plans are met that choose anew for what was carried over.
         """
         worth = [entry for entry in found if entry.bound < self.incumbent.time]
-        most = len(worth) if self._is_small else self._left  # However many were before.
+        most = len(worth) if self.space.is_small else self._left  # However many were before.
         done = self._bound_entries(worth[:most], self._shares.is_up)
         self._left = max(0, self._left - len(done))
 
@@ -430,7 +429,7 @@ class SearchCourse:
 
     def _bound_recut(self) -> None:
         """Sharpen bounds of promising pipelines of a small model where they are cut anew."""
-        if self._weakest and self._is_small:
+        if self._weakest and self.space.is_small:
             groups = self.space.listed(self.space.recut(self.incumbent.time))
             self.space.look_at(groups, [part.result() for part in self._looks(groups)])
             found = [entry for group in groups for entry in group if not entry.why]
@@ -471,17 +470,14 @@ class SearchCourse:
 
     def _search_more(self, entries: Sequence[SkeletonEntry], part: int = 1) -> None:
         """Search those of a small model that were not searched, each in a part of the least."""
-        if not self._is_small:
+        if not self.space.is_small:
             return
         share = self.budget.least(self.space.num_operators) // part
         more = [entry for entry in entries if entry.fate is not Fate.ANNEALED]
         for number, entry in enumerate(more):
-            if not self._shares.is_up():
-                self._search_entry(entry, Turn(share, number, len(more)))
-
-    @property
-    def _is_small(self) -> bool:
-        return self.space.num_operators < SMALL_OPERATORS
+            if self._shares.is_up():
+                return
+            self._search_entry(entry, Turn(share, number, len(more)))
 
     def _recall(self, entry: SkeletonEntry, known: Searched) -> None:
         """Take a skeleton as searched that was searched before this search was stopped."""

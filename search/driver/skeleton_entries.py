@@ -30,6 +30,7 @@ from stratagem.searcher.space.skeletons import (
     skeleton_of,
 )
 from stratagem.searcher.space.strategies import known_strategies, with_recompute
+from stratagem.searcher.stage_dp.candidates import SMALL_OPERATORS
 from stratagem.searcher.stage_dp.plan_drafts import Candidate
 from stratagem.searcher.stage_dp.tables.limits import PipelineLimits
 from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
@@ -160,6 +161,11 @@ class SkeletonList:
     def num_operators(self) -> int:
         """Operators of the model, by which the effort that a search can afford is counted."""
         return len(self.situation.graph.operators)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the model is so small that a search affords more of everything."""
+        return self.num_operators < SMALL_OPERATORS
 
     @property
     def limits(self) -> PipelineLimits:

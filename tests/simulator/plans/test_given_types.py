@@ -164,9 +164,7 @@ BATCH = {"input": torch.ones(4, 8)}
 def valid() -> dict[str, dict[str, Any]]:
     """Arguments that verbs take; none is begun with them, as one of them is replaced."""
     simulation = sg.simulate(plan(), GRAPH)
-    searched = sg.search(
-        GRAPH, CLUSTER, budget=sg.Budget(evaluations=0), baselines=(), progress=False, draws=0
-    )
+    searched = sg.search(GRAPH, CLUSTER, budget=sg.Budget(evaluations=0), progress=False, draws=0)
     layers = sg.annotate(GRAPH, CLUSTER, {"data": 2}, {"layers.0": {"data": "sample"}})
     on = {"plan": plan(), "graph": GRAPH}
     return {
