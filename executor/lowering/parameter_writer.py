@@ -30,12 +30,13 @@ from stratagem.executor.program.instructions import (
     Update,
     Updated,
 )
-from stratagem.executor.program.instructions.treatments import StoredAs
+from stratagem.executor.program.instructions.treatments import SentIn, StoredAs, Treatment
 from stratagem.executor.program.programs import Stored
 from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
+from stratagem.simulator.sharding.choice import Sent, sent_format
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.parameter_homes import (
@@ -157,7 +158,7 @@ class ParameterWriter:
             dtype=use.dtype,
             before=use.home,
             after=use.used,
-            treatments=(StoredAs(use.weight.layout),),
+            treatments=self._treatments(use, Sent.VALUE),
             later=True,
             into=into,
         )
@@ -285,7 +286,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=use.made,
             after=use.home,
-            treatments=(StoredAs(use.weight.layout),),
+            treatments=self._treatments(use, Sent.GRADIENT),
             adds=True,
             later=True,
             into=self._held,
@@ -303,7 +304,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=use.made,
             after=summed(use.made),
-            treatments=(StoredAs(use.weight.layout),),
+            treatments=self._treatments(use, Sent.GRADIENT),
         )
         if value is not None:
             self._send(use, value, self._to_home(use), adds=True)
@@ -362,7 +363,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=before_sum(use.home),
             after=after_sum(use.home),
-            treatments=(StoredAs(use.weight.layout),),
+            treatments=self._treatments(use, Sent.GRADIENT),
             later=True,
             into=self._held,
         )
@@ -456,7 +457,7 @@ class ParameterWriter:
             dtype=use.dtype,
             before=use.home,
             after=use.used,
-            treatments=(StoredAs(use.weight.layout),),
+            treatments=self._treatments(use, Sent.VALUE),
             alias=False,
             later=True,
             into=into,
@@ -473,6 +474,20 @@ class ParameterWriter:
         context = self._writer.context
         user, owner = context.mesh(use.stage), context.mesh(use.owner_stage)
         return Transfer(use.sizes, owner, use.home, user, use.used)
+
+    # -- on the way -----------------------------------------------------------------------------
+
+    def _treatments(self, use: WeightUse, what: Sent) -> tuple[Treatment, ...]:
+        """What is done to a gradient or a value between its home and where it is used.
+
+        What is tied to another operator goes as devices hold it.
+        """
+        stored = StoredAs(use.weight.layout)
+        if use.use is ParameterUse.TIED_HERE:
+            return (stored,)
+        held = use.gradient_dtype if what is Sent.GRADIENT else use.dtype
+        sent = sent_format(self._writer.context.plan.choice(self._name(use.user)), what, held)
+        return (stored,) if sent == held else (SentIn(sent, held), stored)
 
     def _name(self, i: int) -> str:
         return self._writer.context.graph.operators[i].name

@@ -39,7 +39,7 @@ from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, Sent
 from stratagem.simulator.sharding.parameter_homes import home_placements, residences, use_of
 from stratagem.simulator.stage.stage_blocks import TaskRole
 
@@ -289,9 +289,22 @@ class Layouts:
         graph, owner, inside = self._builder.graph, self._builder.owner, set(self._table.operators)
         uses = [use_of(graph, owner, operator, w, inside) for w in operator.weights]
         lies = residences(operator, uses, self._choice(subject), self._builder.mesh.shape)
+        training = self._builder.training
         if role is TaskRole.SYNC:
-            return [self._of_gradient(operator, r.weight, r.made, r.home) for r in lies]
-        return [self._of_weight(operator, r.weight, r.home, r.used) for r in lies]
+            held, what = training.formats.gradients, Sent.GRADIENT
+            ends = [(each, each.made, each.home) for each in lies]
+        else:
+            held, what = training.formats.storage, Sent.VALUE
+            ends = [(each, each.home, each.used) for each in lies]
+        return [
+            _Conversion(
+                factor_sizes(each.weight.layout, operator.sizes),
+                each.sent_bytes(what, held),
+                source,
+                target,
+            )
+            for each, source, target in ends
+        ]
 
     def _of_weight(
         self, operator: Operator, weight: Weight, source: Placements, target: Placements

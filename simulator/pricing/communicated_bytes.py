@@ -18,7 +18,7 @@ from stratagem.simulator.graph.placement import (
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Edge, Operator, factor_sizes
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, Sent
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
     home_placements,
@@ -139,11 +139,13 @@ def _parameter_bytes(
     builder: TableBuilder, operator: Operator, uses: list[ParameterUse], choice: Choice
 ) -> tuple[int, int]:
     sync = gather = 0
-    gradient, parameter = builder.training.gradient_bytes, builder.training.parameter_bytes
+    formats = builder.training.formats
     for lies in residences(operator, uses, choice, builder.mesh.shape):
         sizes = factor_sizes(lies.weight.layout, operator.sizes)
+        gradient = lies.sent_bytes(Sent.GRADIENT, formats.gradients)
+        value = lies.sent_bytes(Sent.VALUE, formats.storage)
         sync += _moved(builder, sizes, gradient, lies.made, lies.home)
-        gather += _moved(builder, sizes, parameter, lies.home, lies.used)
+        gather += _moved(builder, sizes, value, lies.home, lies.used)
     return sync, gather
 
 

@@ -46,7 +46,7 @@ from stratagem.simulator.pricing.cost_rows import (
     timed_rows,
     to_ns,
 )
-from stratagem.simulator.sharding.choice import Choice, Touches
+from stratagem.simulator.sharding.choice import Choice, Sent, Touches, sent_format
 from stratagem.simulator.sharding.choice_options import JoinedInputs, priced_by
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -373,13 +373,9 @@ class OperatorPricer:
         trained: dict[tuple[object, ...], Training] = {}
         latency: dict[str, tuple[int, float]] = {}
         gathering: dict[str, tuple[int, float]] = {}
-        gradient, parameter = self.training.gradient_bytes, self.training.parameter_bytes
         for lies in residences(operator, uses, choice, self.mesh.shape):
-            made, home = lies.made, lies.home
-            moved = self._convert(operator, lies.weight, gradient, made, home, latency)
-            sync = _add(sync, moved)
-            moved = self._convert(operator, lies.weight, parameter, home, lies.used, gathering)
-            gather = _add(gather, moved)
+            sync = _add(sync, self._sent(operator, lies, Sent.GRADIENT, latency))
+            gather = _add(gather, self._sent(operator, lies, Sent.VALUE, gathering))
             if lies.use is ParameterUse.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
                 how = self.training.for_parameter(lies.weight.parameter)
@@ -403,7 +399,7 @@ class OperatorPricer:
             gather=gather if choice.zero == 3 else IDLE,
             publish=gather if choice.zero in (1, 2) else IDLE,
             update=update,
-            stash_bytes=used * parameter,
+            stash_bytes=used * self.training.parameter_bytes,
             latency=latency,
             publish_latency=gathering if choice.zero in (1, 2) else {},
             gather_latency=gathering if choice.zero == 3 else {},
@@ -463,6 +459,30 @@ class OperatorPricer:
     def _copy(self, nbytes: int) -> Priced:
         """Reading and writing so many bytes once."""
         return _copied(self.kernels.moving(2 * nbytes))
+
+    def _sent(
+        self,
+        operator: Operator,
+        lies: Residence,
+        what: Sent,
+        latency: dict[str, tuple[int, float]],
+    ) -> Priced:
+        """Moving a gradient to its home, or a value from there, as links carry it.
+
+        Where that is another format, devices convert to it before the links and back behind them.
+        """
+        held = self.training.formats.gradients
+        source, target = lies.made, lies.home
+        if what is Sent.VALUE:
+            held, source, target = self.training.formats.storage, lies.home, lies.used
+        nbytes = lies.sent_bytes(what, held)
+        seconds, mask = self._convert(operator, lies.weight, nbytes, source, target, latency)
+        if seconds and sent_format(lies.choice, what, held) != held:
+            sizes = factor_sizes(lies.weight.layout, operator.sizes)
+            for ends in (source, target):
+                count = local_elements(sizes, ends, self.mesh.shape)
+                seconds += self.kernels.moving(count * (nbytes + DTYPE_BYTES[held]))
+        return seconds, mask
 
     def _convert(
         self,

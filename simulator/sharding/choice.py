@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Flag, auto
+from enum import Enum, Flag, auto
+from functools import reduce
 from typing import Any, Self
 
 from stratagem.simulator.base.field_types import check_type
@@ -119,6 +120,13 @@ class Touches(Flag):
     """Bytes of parameters, gradients and optimizer state, and of what it makes."""
 
 
+class Sent(Enum):
+    """What links carry of a parameter between its home and where an operator uses it."""
+
+    GRADIENT = "gradient"
+    VALUE = "value"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TriedOptions:
     """Which options of choices a search tries.
@@ -182,6 +190,10 @@ def _unchecked(operator: Operator, choice: Choice, shape: Sequence[int]) -> None
     return None
 
 
+def _as_held(choice: Choice, what: Sent, held: str) -> str:
+    return held
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChoiceOption:
     """One option of a choice.
@@ -205,6 +217,11 @@ class ChoiceOption:
         check: refuses a choice of a plan on a mesh of some shape.
         saves: what it does, if that adds work and saves memory, and nothing else: a search leaves
             it out where every plan fits without, and bounds without memory hold with it.
+        sends: the format in which links carry what of an operator's own parameters, of what
+            devices hold in some format: they convert it before and behind the links.
+
+    Raises:
+        ValueError: if it says what links carry, but not that the price of that depends on it.
     """
 
     name: str
@@ -217,6 +234,14 @@ class ChoiceOption:
     may: May = _always
     check: Callable[[Operator, Choice, Sequence[int]], None] = _unchecked
     saves: str = ""
+    sends: Callable[[Choice, Sent, str], str] = _as_held
+
+    def __post_init__(self) -> None:
+        if self.sends is not _as_held and not self.touches & Touches.PARAMETERS:
+            raise ValueError(
+                f"option {self.name!r} says what links carry of parameters, but touches "
+                f"{self.touches}: add Touches.PARAMETERS"
+            )
 
     @property
     def usual(self) -> Any:
@@ -333,6 +358,16 @@ USUAL_TRIES: dict[str, Any] = {f.name: f.default for f in fields(TriedOptions)}
 
 if [option.name for option in OPTIONS] != list(USUAL_VALUES):
     raise AssertionError("each option of a choice has a record, in the order of its fields")
+
+
+def sent_format(choice: Choice, what: Sent, held: str) -> str:
+    """The format in which links carry what devices hold of a parameter in some format.
+
+    Example:
+        >>> sent_format(Choice((), fused=True), Sent.GRADIENT, "float32")
+        'float32'
+    """
+    return reduce(lambda found, option: option.sends(choice, what, found), OPTIONS, held)
 
 
 def option_named(name: str) -> ChoiceOption:

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from stratagem.simulator.base.precision import DTYPE_BYTES
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
     FLAT,
@@ -38,7 +39,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
-from stratagem.simulator.sharding.choice import Choice
+from stratagem.simulator.sharding.choice import Choice, Sent, sent_format
 
 
 def home_placements(weight: Weight, choice: Choice, shape: Sequence[int]) -> Placements:
@@ -179,9 +180,14 @@ class Residence:
 
     weight: Weight
     use: ParameterUse
+    choice: Choice
     made: Placements
     home: Placements
     used: Placements
+
+    def sent_bytes(self, what: Sent, held: str) -> int:
+        """Bytes that links carry for a scalar that devices hold in some format."""
+        return DTYPE_BYTES[sent_format(self.choice, what, held)]
 
 
 def residences(
@@ -196,7 +202,7 @@ def residences(
         home = home_placements(weight, own, shape)
         made = weight_gradient_placements(weight, choice.config)
         used = weight_placements(weight, choice.config)
-        yield Residence(weight, use, home if frozen else made, home, used)
+        yield Residence(weight, use, choice, home if frozen else made, home, used)
 
 
 def unsharded_gradient_bytes(

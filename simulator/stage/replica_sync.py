@@ -28,6 +28,7 @@ from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.shared_latency import shortened, spared_latency
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
 from stratagem.simulator.schedules.macro_draft import ALL, CopyTask
+from stratagem.simulator.sharding.choice import Sent
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -42,7 +43,7 @@ from stratagem.simulator.sharding.resharding_paths import (
 )
 from stratagem.simulator.stage.stage_blocks import KIND_OF_ROLE, TaskRole
 
-Paths = list[tuple[ReshardingStep, ...]]
+Sums = list[tuple[int, tuple[ReshardingStep, ...]]]
 
 
 class ReplicaHome(NamedTuple):
@@ -80,22 +81,20 @@ def homes_block(first: DeviceMesh, second: DeviceMesh, cluster: Cluster) -> bool
     return syncs_compute(joint_mesh(first, second), cluster)
 
 
-def home_sync_paths(builder: TableBuilder, table: CostTable, i: int, joint: Resharder) -> Paths:
-    """The steps that sum each gradient of operator `i` over both homes."""
+def home_sums(builder: TableBuilder, table: CostTable, i: int, joint: Resharder) -> Sums:
+    """The steps that sum each gradient of operator `i` over both homes, and bytes of a scalar."""
     graph, operator = builder.graph, builder.graph.operators[i]
     inside = set(table.operators)
     uses = [use_of(graph, builder.owner, operator, weight, inside) for weight in operator.weights]
     choice, shape = table.row(i).choices[0], builder.mesh.shape
-    return [
-        joint.path(
-            factor_sizes(lies.weight.layout, operator.sizes),
-            builder.training.gradient_bytes,
-            before_sum(lies.home),
-            after_sum(lies.home),
-        )
-        for lies in residences(operator, uses, choice, shape)
-        if lies.use is ParameterUse.OWNED
-    ]
+    found: Sums = []
+    for lies in residences(operator, uses, choice, shape):
+        if lies.use is ParameterUse.OWNED:
+            nbytes = lies.sent_bytes(Sent.GRADIENT, builder.training.formats.gradients)
+            sizes = factor_sizes(lies.weight.layout, operator.sizes)
+            steps = joint.path(sizes, nbytes, before_sum(lies.home), after_sum(lies.home))
+            found.append((nbytes, steps))
+    return found
 
 
 @dataclass(eq=False)
@@ -139,14 +138,13 @@ class _SyncWriter:
     def _sums(self, bucket: Sequence[int]) -> Iterator[PricedTime]:
         """The times of the sums of a bucket; equal paths pay their latency once."""
         builder, table = self.homes[0].builder, self.homes[0].table
-        itemsize = builder.training.gradient_bytes
         before: set[tuple[tuple[object, int], ...]] = set()
         for i in bucket:
             seconds, mask = 0.0, 0
-            for steps in home_sync_paths(builder, table, i, self.joint):
+            for nbytes, steps in home_sums(builder, table, i, self.joint):
                 kinds = tuple((step.collective, step.axis) for step in steps)
                 shared = self.joint.seconds(steps, 0, later=True) if kinds in before else 0.0
-                seconds += self.joint.seconds(steps, itemsize, later=True) - shared
+                seconds += self.joint.seconds(steps, nbytes, later=True) - shared
                 mask |= self.joint.mask(steps)
                 before.add(kinds)
             yield timed([(seconds, mask)])

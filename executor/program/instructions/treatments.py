@@ -68,6 +68,33 @@ class StoredAs(Treatment):
         return part if FLAT in placed else part.reshape(stored_shape(self.layout, part.shape))
 
 
+@dataclass(frozen=True)
+class SentIn(Treatment):
+    """Links carry in one dtype what a program has in another."""
+
+    dtype: str
+    held: str
+
+    def before(self, part: Part) -> Part:
+        """See `Treatment.before`."""
+        return _converted(part, self.dtype)
+
+    def after(self, part: Part, placed: Placements) -> Part:
+        """See `Treatment.after`."""
+        return _converted(part, self.held)
+
+    def carried(self, dtype: str) -> str:
+        """See `Treatment.carried`."""
+        return self.dtype
+
+
+_CONVERSIONS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+
+
+def _converted(part: Part, dtype: str) -> Part:
+    return getattr(part, _CONVERSIONS[dtype])()
+
+
 def carried_dtype(dtype: str, treatments: Sequence[Treatment]) -> str:
     """The dtype in which links carry what a program has in `dtype`."""
     return reduce(lambda found, each: each.carried(found), treatments, dtype)

@@ -11,21 +11,33 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.models import MLP
 from stratagem.executor import lower, model_state, verify
 from stratagem.executor.backends.threads import run_local
 from stratagem.executor.communication.communicator import Communicator
 from stratagem.executor.interpreter.interpreter import Interpreter
-from stratagem.executor.lowering import parameter_writer
 from stratagem.executor.program.expected_seconds import Expected
 from stratagem.executor.program.instructions import Bundle, Convert, Instruction
-from stratagem.executor.program.instructions.treatments import StoredAs, Treatment
+from stratagem.executor.program.instructions.treatments import Treatment
 from stratagem.executor.program.live_bytes import peak_bytes
 from stratagem.executor.program.programs import Program
 from stratagem.executor.running.torch_reference import gradient_errors
-from stratagem.simulator.graph.placement import Placement
+from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
+from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
-from tests.support.plans import Case, backward_of, gradients_of, make_plan, mlp_case, sharding
+from stratagem.simulator.sharding import choice
+from stratagem.simulator.sharding.choice import Choice, Sent
+from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
+from tests.support.plans import (
+    Case,
+    backward_of,
+    gradients_of,
+    make_case,
+    make_plan,
+    mlp_case,
+    sharding,
+)
 
 SGD = Training(optimizer="sgd", learning_rate=0.1)
 
@@ -104,29 +116,73 @@ def test_links_carry_half_and_gradients_are_rounded(
     assert all(found[name].dtype == torch.float32 for name in errors)
 
 
-@dataclass(frozen=True)
-class HalvedAndStored(StoredAs):
-    """A treatment that lowering gives to every conversion of a parameter or its gradient."""
+def halving(monkeypatch: pytest.MonkeyPatch, what: Sent) -> None:
+    """Have links carry half of what `fused` operators send: this is all there is to say of it."""
 
-    def before(self, part: Tensor) -> Tensor:
-        return part.bfloat16()
+    def sends(chosen: Choice, sent: Sent, held: str) -> str:
+        return "bfloat16" if chosen.fused and sent is what else held
 
-    def after(self, part: Tensor, placed: tuple[Placement, ...]) -> Tensor:
-        made: Tensor = super().after(part.float(), placed)
-        return made
+    records = [replace(o, sends=sends) if o.name == "fused" else o for o in choice.OPTIONS]
+    monkeypatch.setattr(choice, "OPTIONS", tuple(records))
 
-    def carried(self, dtype: str) -> str:
-        return "bfloat16"
+
+def fused(case: Case, zero: int, ways: int) -> tuple[Plan, Plan]:
+    """A plan, and the same with `fused` on what has parameters."""
+    choose = sharding("sample", zero=zero)
+
+    def choose_fused(operator: Operator, shape: tuple[int, ...]) -> Choice:
+        return replace(choose(operator, shape), fused=bool(operator.weights))
+
+    first, second = (
+        make_plan(case, each, (ways,), training=SGD) for each in (choose, choose_fused)
+    )
+    return first, second
+
+
+def predicted_bytes(simulation: Simulation, task: str) -> int:
+    """Of all communications that are called so, once each."""
+    found = simulation.communication_bytes
+    return sum(nbytes for name, nbytes in found.items() if name.endswith(task))
+
+
+@pytest.fixture(scope="module")
+def own() -> Case:
+    """A model that is no other test's: of what others priced, nothing is remembered."""
+    torch.manual_seed(3)
+    batch = {"x": torch.randn(6, 22), "target": torch.randint(0, 3, (6,))}
+    return make_case(MLP([22, 38, 3]), **batch)
+
+
+@pytest.mark.parametrize(
+    ("what", "zero"), [(Sent.GRADIENT, 0), (Sent.GRADIENT, 2), (Sent.VALUE, 1), (Sent.VALUE, 3)]
+)
+def test_what_links_carry_follows_from_the_record_of_an_option(
+    own: Case, what: Sent, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halving(monkeypatch, what)
+    plans = fused(own, zero, 2)
+    programs = [lower(plan, own.graph) for plan in plans]
+    verify(programs[1])
+    (exact, sent), (found, less) = (one_step(program, own) for program in programs)
+    name = "all-gather" if what is Sent.VALUE else "reduce-scatter" if zero else "all-reduce"
+    saved, task = sent[name] - less[name], "sync" if what is Sent.GRADIENT else "publish"
+    assert saved > 0
+    assert less == sent - Counter({name: saved})
+    if what is Sent.GRADIENT or zero == 3:  # What ZeRO-1 publishes is read in the next step.
+        assert 1e-5 < max(gradient_errors(found, exact).values()) < 4 * 2**-8
+    simulations = [simulate_plan(plan, own.graph, default_costs()) for plan in plans]
+    whole, halves = (predicted_bytes(each, task) for each in simulations)
+    # Of two ranks that scatter or gather each sends half; ZeRO-3 gathers twice.
+    assert whole == 2 * halves == 2 * saved * (2 if zero in (1, 2) else 1)
 
 
 @pytest.mark.parametrize("ways", [1, 2])
 def test_what_no_link_carries_is_left_alone(
-    mlp: Case, ways: int, monkeypatch: pytest.MonkeyPatch
+    own: Case, ways: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = make_plan(mlp, sharding("sample"), (ways,), training=SGD)
-    exact, _ = one_step(lower(plan, mlp.graph), mlp)
-    monkeypatch.setattr(parameter_writer, "StoredAs", HalvedAndStored)
-    found, _ = one_step(lower(plan, mlp.graph), mlp)
+    halving(monkeypatch, Sent.GRADIENT)
+    plan, half = fused(own, 0, ways)
+    (exact, _), (found, _) = (one_step(lower(each, own.graph), own) for each in (plan, half))
     assert (max(gradient_errors(found, exact).values()) == 0) == (ways == 1)
 
 
