@@ -200,6 +200,7 @@ class _Relaxation:
         self._tensors = _tensor_lookups(problem)
         self._rank_of = problem.ranks.stages.argmax(axis=0).tolist()
         self._best: Multipliers | None = None
+        self._kept: tuple[Multipliers, tuple[list[Floats], dict[Pair, Floats]]] | None = None
         self._forest: tuple[Pair, ...] = ()
         stages = problem.num_stages
         self._block_ns = np.zeros((SEND, stages), dtype=np.int64)
@@ -373,7 +374,7 @@ class _Relaxation:
     def _least_memory(self, weights: dict[int, float]) -> float:
         """At most the least of a sum of moments, over all choices; learns those that reach it."""
         at = Multipliers(memory=[weights.get(k, 0.0) for k in range(len(self._moments))])
-        value, choice = minimise_forest(*self._tables.combine(self._weights(at)), self._forest)
+        value, choice = minimise_forest(*self._priced(at), self._forest)
         self.learn(choice, paths=False)
         return value
 
@@ -389,10 +390,20 @@ class _Relaxation:
 
     def _heaviest_forest(self, at: Multipliers) -> tuple[Pair, ...]:
         """The pairs that cost most on average at some multipliers."""
-        _, pairs = self._tables.combine(self._weights(at))
-        heavy = {pair: float(matrix.mean()) for pair, matrix in pairs.items()}
+        _, pairs = self._priced(at)
+        # Repeated layers share their matrices.
+        matrices = {id(matrix): matrix for matrix in pairs.values()}
+        means = {number: float(matrix.mean()) for number, matrix in matrices.items()}
+        heavy = {pair: means[id(matrix)] for pair, matrix in pairs.items()}
         light = {pair: 0.0 for pair in self._tables.pairs if pair not in heavy}
         return spanning_forest(len(self.problem.choices), {**light, **heavy})
+
+    def _priced(self, at: Multipliers) -> tuple[list[Floats], dict[Pair, Floats]]:
+        """Node vectors and pair matrices at some multipliers; those asked for last are kept."""
+        if self._kept is None or self._kept[0] is not at:
+            self._kept = None  # They may be large: not two of them at once.
+            self._kept = at, self._tables.combine(self._weights(at))
+        return self._kept[1]
 
     def _span_anew(self, at: Multipliers, known: float) -> None:
         """Choose the pairs by other multipliers, if what they bound with these grows so.
@@ -480,8 +491,7 @@ class _Relaxation:
 
     def _try(self, at: Multipliers) -> float:
         """The bound at some multipliers, in s; the choices that reach it are learnt from."""
-        nodes, pairs = self._tables.combine(self._weights(at))
-        value, choice = minimise_forest(nodes, pairs, self._forest)
+        value, choice = minimise_forest(*self._priced(at), self._forest)
         seconds = (value - sum(at.memory)) * 1e-9
         if self._best is None or seconds > self.seconds:
             self.seconds, self._best = max(seconds, self.seconds), at

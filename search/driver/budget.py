@@ -39,6 +39,11 @@ class StopReason(enum.Enum):
     PROVED = "the lower bound proves that no plan of the space is better"
     NOTHING_FITS = "no plan of the space was found to fit the memory"
 
+    @property
+    def is_an_end(self) -> bool:
+        """Whether nothing is left to do, and not only that what was set out to do is done."""
+        return self not in (self.NO_EVALUATIONS, self.EVALUATIONS, self.SETTLED)
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,9 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import OPTIONS
 from stratagem.simulator.sharding.choice_options import tries_of
 from stratagem.simulator.simulation.simulation import Simulation
+
+BOUNDED_EVERY = 0.2
+"""Seconds after which the bound that is shown to whoever watches is taken anew."""
 
 
 class Incumbent:
@@ -144,6 +148,21 @@ class SearchProgress:
 
 
 ProgressReport = Callable[[SearchProgress], None]
+
+
+class Reports:
+    """Tells whoever watches where a search is, with a bound that is taken anew now and then."""
+
+    def __init__(self, show: ProgressReport, bound: Callable[[], float]) -> None:
+        self._show, self._bound_now = show, bound
+        self._bound, self._bounded_at = 0.0, -math.inf
+
+    def tell(self, phase: str, fraction: float, best: float) -> None:
+        """Tell of a phase, the share of the search that is done, and the best step so far (s)."""
+        now = time.monotonic()
+        if now >= self._bounded_at + BOUNDED_EVERY:
+            self._bound, self._bounded_at = self._bound_now(), now
+        self._show(SearchProgress(phase, fraction, best, min(self._bound, best)))
 
 
 def never_back(show: ProgressReport) -> ProgressReport:

@@ -13,7 +13,7 @@ from stratagem.searcher.bounds.quick_bounds import Look
 from stratagem.searcher.driver.budget import SettledBudget, StopReason, StopRules
 from stratagem.searcher.driver.fewer_devices import FewerDevices, in_turn, plan_stages
 from stratagem.searcher.driver.improver import Improver
-from stratagem.searcher.driver.incumbent import Incumbent, SearchProgress, TracePoint
+from stratagem.searcher.driver.incumbent import Incumbent, ProgressReport, Reports, TracePoint
 from stratagem.searcher.driver.result import NOTHING_FITS_NOTE
 from stratagem.searcher.driver.skeleton_entries import (
     KnownPlan,
@@ -26,7 +26,7 @@ from stratagem.searcher.driver.skeleton_entries import (
 )
 from stratagem.searcher.driver.skeleton_work import Registered, Sharpener, compile_ahead, remade
 from stratagem.searcher.driver.starting_plans import Buckets, KnownStrategies, entry_of
-from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened
+from stratagem.searcher.improvement.outcomes import Fate, Sharpened
 from stratagem.searcher.improvement.skeleton_choices import ChoiceHooks, SkeletonChoices, Turn
 from stratagem.searcher.problem.priced_skeleton import NoChoiceError, Problem
 from stratagem.searcher.processes.checkpoint import SearchCheckpoint, Searched, digest
@@ -46,12 +46,8 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
-NOTHING_PROVED = (StopReason.NO_EVALUATIONS, StopReason.EVALUATIONS, StopReason.SETTLED)
-"""Reasons that say of no plan that it is near enough."""
 AGAIN_NUMBER = 2_000
 """The number of the first chain of a skeleton that is searched again."""
-BOUNDED_EVERY = 0.2
-"""Seconds after which the bound that is shown to whoever watches is taken anew."""
 
 
 class SearchCourse:
@@ -61,19 +57,19 @@ class SearchCourse:
         self,
         space: SkeletonList,
         budget: SettledBudget,
-        show: Callable[[SearchProgress], None],
+        show: ProgressReport,
         checkpoint: SearchCheckpoint,
         buckets: Buckets = Buckets(),  # noqa: B008 (frozen)
     ) -> None:
         self.space, self.budget, self._effort = space, budget, space.effort
-        self._show, self._checkpoint = show, checkpoint
+        self._checkpoint = checkpoint
         self.started = time.monotonic()
         self._shares = BudgetShares(self.started, budget.seconds)
         self.incumbent = Incumbent(space.constraints, space.options)
         self._rules = StopRules(space, self.incumbent, budget, self._shares.is_up)
+        self._reports = Reports(show, lambda: space.known_bound(self.incumbent.time))
         self.trace: list[TracePoint] = []
         self.evaluations = 0
-        self._bound, self._bounded_at = 0.0, -np.inf
         self._weakest, self._most_work = self._effort.certified, self._effort.certified_work
         if budget.bounded is not None:
             self._weakest, self._most_work = budget.bounded, np.inf
@@ -117,9 +113,7 @@ class SearchCourse:
 
     def _start_clock(self, schedule: str, methods: Sequence[str]) -> None:
         """Let the time of the budget end what follows, once there is a plan to hand back."""
-        if self.budget.seconds is None:
-            return
-        if self.known_strategies.first(schedule, methods):
+        if self.budget.seconds is not None and self.known_strategies.first(schedule, methods):
             clock = self.space.situation.clock
             clock.until, clock.brief = self._shares.until(ASKED), self._shares.until(PLANNED)
 
@@ -190,12 +184,17 @@ class SearchCourse:
         return stages, early
 
     def _end_by_known(self, own: Sequence[SkeletonEntry]) -> StopReason | None:
-        """End where a known strategy, searched a little, is near enough."""
+        """End where a known strategy, searched a little, is near enough.
+
+        Where none is, the best on one axis or two, which takes little, is a good plan early.
+        """
         self._list_idle()
-        if self._rules.is_near() or self._sharpen_few():
-            known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
+        is_near = self._rules.is_near() or self._sharpen_few()
+        known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
+        if is_near:
             return self._end_near(known[: self.budget.skeletons])
-        return None
+        early = [e for e in self._with_few_passes(known) if e.num_axes < 3][:1]
+        return self._search_a_little([] if self.space.is_small else early, self._rules.is_near)
 
     def _end_by_planned(
         self, planned: Sequence[SkeletonEntry], own: Sequence[SkeletonEntry]
@@ -274,17 +273,15 @@ class SearchCourse:
         """
         if ended := self._rules.at_once():
             return ended
-        work = self._effort.near_work
-        few = [e for e in known if e.num_passes <= work / self.space.num_operators]
+        few = self._with_few_passes(known)
         weak = [e for e in known if e not in few and e.bound < self._rules.enough]
         self._bound_entries(weak, self._shares.is_up, self._rules.enough, self._rules.enough)
-        evaluations = self._effort.near_evaluations.of(self.space.num_operators)
-        if ended := self._search_all(few, work=work, most=evaluations, by_chains=True):
+        if ended := self._search_a_little(few):
             return ended
         if self._rules.is_near() or (not self._rules.is_near_listed() and self._sharpen_few()):
             return StopReason.NEAR
         reason = self._rules.reason(self.evaluations)
-        return None if reason in NOTHING_PROVED else reason
+        return reason if reason.is_an_end else None
 
     def _plan_stages(self, best: float = np.inf) -> Sequence[Candidate]:
         """Skeletons of the inter-operator program: unequal stages, meshes and policies.
@@ -306,8 +303,7 @@ class SearchCourse:
 
     @property
     def _num_drafted(self) -> int:
-        least = 2 * self.budget.skeletons
-        return self._effort.drafted.of(self.space.num_operators, least=least)
+        return self._effort.drafted.of(self.space.num_operators, least=2 * self.budget.skeletons)
 
     def _list_idle(self) -> list[list[SkeletonEntry]]:
         """List skeletons that leave devices idle, where that may be better, if they are not."""
@@ -388,6 +384,18 @@ class SearchCourse:
                 return StopReason.NEAR
         return None
 
+    def _search_a_little(
+        self, entries: Sequence[SkeletonEntry], is_enough: Callable[[], bool] = lambda: False
+    ) -> StopReason | None:
+        """Search skeletons by few evaluations of chains."""
+        work = self._effort.near_work
+        most = self._effort.near_evaluations.of(self.space.num_operators)
+        return self._search_all(entries, is_enough, work=work, most=most, by_chains=True)
+
+    def _with_few_passes(self, entries: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
+        most = self._effort.near_work / self.space.num_operators
+        return [entry for entry in entries if entry.num_passes <= most]
+
     def _search_entry(self, entry: SkeletonEntry, turn: Turn) -> None:
         """Bound, integer program, chains and windows on one skeleton, or only bound and chains."""
         if entry.fate is Fate.ENUMERATED:
@@ -413,7 +421,7 @@ class SearchCourse:
         starts = [problem.encode(choices) for choices in entry.starts[:2]]
         if entry.met is None:
             sharpen = self._sharpener.sharpen_problem
-            self._learn(entry, sharpen(problem, self._known(entry), self.incumbent.time))
+            self._learn(entry, sharpen(problem, entry.known, self.incumbent.time))
         if entry.bound >= self.incumbent.time or entry.met is None:
             entry.fate = Fate.PRUNED
             return
@@ -489,7 +497,7 @@ class SearchCourse:
         self.space.share_bound(entry, known.shared_bound)
 
     def _choose(self, problem: Problem, starts: Sequence[Ints], turn: Turn) -> Simulation:
-        """The best plan of a skeleton that integer programs, chains and windows come to."""
+        """The best plan that integer programs, chains and windows come to."""
         watch = ChoiceHooks(
             partial(self._sharpener.admits, problem),
             partial(self._simulate, problem),
@@ -530,11 +538,12 @@ class SearchCourse:
         there, which exclude some of the others. Of equal ones the weakest come first. What is
         sharpened at the same time differs in more than its policy: the bound of one policy often
         excludes those that recompute more. What cannot be better by more than the gap asked for is
-        left alone.
+        left alone, and of large models what is above a bound that gets no sharper: where work is
+        limited, it limits nothing.
         """
         left = most
         while left and work_left > 0:
-            weak = self.space.open_below(self._rules.enough)
+            weak = self.space.open_below(self._rules.enough, limiting=np.isfinite(work_left))
             if not weak:
                 return 0
             listed = first_policies(weak)[: min(self._effort.together, left)]
@@ -554,15 +563,12 @@ class SearchCourse:
             How much work each was that was done.
         """
         part, job, best = self._workers.part, Sharpener.sharpen, self.incumbent.time
-        parts = [part(job, self._known(entry), best, *asked) for entry in entries]
+        parts = [part(job, entry.known, best, *asked) for entry in entries]
         done: list[float] = []
         for entry, found in zip(entries, self._workers.results(parts, stop), strict=False):
             self._learn(entry, found)
             done.append(found.work)
         return done
-
-    def _known(self, entry: SkeletonEntry) -> Known:
-        return Known(entry.skeleton, entry.bound, entry.starts[0] if entry.starts else {})
 
     def _learn(self, entry: SkeletonEntry, found: Sharpened) -> None:
         """Take what became of a skeleton."""
@@ -575,11 +581,8 @@ class SearchCourse:
     def report(self, phase: str, fraction: float, best: float | None = None) -> None:
         """Tell whoever watches."""
         self.space.situation.clock.interrupts.check()
-        now = time.monotonic()
-        if now >= self._bounded_at + BOUNDED_EVERY:
-            self._bound, self._bounded_at = self.space.known_bound(self.incumbent.time), now
         best = min(self.known_strategies.shown, self.incumbent.time if best is None else best)
-        self._show(SearchProgress(phase, fraction, best, min(self._bound, best)))
+        self._reports.tell(phase, fraction, best)
 
     def _simulate(self, problem: Problem, choice: Ints) -> Simulation:
         return self.space.situation.simulate(self._sharpener.plan(problem, choice), always=True)
@@ -587,7 +590,7 @@ class SearchCourse:
     def _problem(self, entry: SkeletonEntry) -> Problem | None:
         """The choices of a skeleton and their prices; None, and why, where none is allowed."""
         try:
-            problem, left_out = self._sharpener.problem(self._known(entry))
+            problem, left_out = self._sharpener.problem(entry.known)
         except NoChoiceError as error:
             entry.fate, entry.why = Fate.FORBIDDEN, str(error)
             return None

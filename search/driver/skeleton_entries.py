@@ -13,7 +13,7 @@ from stratagem.searcher.bounds.all_pipelines import PipelineWork
 from stratagem.searcher.bounds.cutting_planes import Bound
 from stratagem.searcher.bounds.quick_bounds import Look, QuickBounds
 from stratagem.searcher.improvement.neighbours import cut_elsewhere
-from stratagem.searcher.improvement.outcomes import Fate, Sharpened, SkeletonRecord
+from stratagem.searcher.improvement.outcomes import Fate, Known, Sharpened, SkeletonRecord
 from stratagem.searcher.improvement.sliced_and_mirrored import Asked
 from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.canonical_meshes import canonical
@@ -99,6 +99,11 @@ class SkeletonEntry:
         """Take a plan of the skeleton; the best one is remembered."""
         if rank(simulation) < self.rank:
             self.simulation = simulation
+
+    @property
+    def known(self) -> Known:
+        """What others need to know of it to sharpen its bound."""
+        return Known(self.skeleton, self.bound, self.starts[0] if self.starts else {})
 
     @property
     def as_seen(self) -> SkeletonEntry:
@@ -406,22 +411,20 @@ class SkeletonList:
 
     def settled(self, most: int) -> list[SkeletonEntry]:
         """The best pipelines whose every plan was scored: only other skeletons can be better."""
-        found = [
-            entry
-            for entry in self.entries
-            if entry.fate is Fate.ENUMERATED and entry.fits and len(entry.skeleton.stages) > 1
-        ]
+        scored = (e for e in self.entries if e.fate is Fate.ENUMERATED and e.fits)
+        found = [entry for entry in scored if len(entry.skeleton.stages) > 1]
         return sorted(first_policies(found), key=lambda entry: entry.rank)[:most]
 
-    def open_below(self, seconds: float) -> list[SkeletonEntry]:
-        """Skeletons with bounds below, that may become sharper; first those of the fewest axes."""
-        found = [
-            entry
-            for entry in self.entries
-            if entry.bound < seconds
-            and entry.fate in (Fate.OPEN, Fate.RANKED)
-            and not entry.is_brief
-        ]
+    def open_below(self, seconds: float, *, limiting: bool = False) -> list[SkeletonEntry]:
+        """Skeletons with bounds below, that may become sharper; first those of the fewest axes.
+
+        Of large models, if asked, those that limit what is proved: no sharpened one is below them.
+        """
+        if limiting and not self.is_small:
+            done = (Fate.BOUNDED, Fate.ENUMERATED, Fate.ANNEALED)
+            seconds = min([seconds, *(e.bound for e in self.entries if e.fate in done)])
+        still = (e for e in self.entries if e.fate in (Fate.OPEN, Fate.RANKED) and not e.is_brief)
+        found = [entry for entry in still if entry.bound < seconds]
         return sorted(found, key=lambda entry: (entry.num_axes, entry.bound))
 
     def bounded_below(self, seconds: float) -> list[SkeletonEntry]:

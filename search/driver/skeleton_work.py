@@ -147,7 +147,7 @@ class Sharpener:
         """Sharpen the bound of a skeleton, or enumerate it.
 
         What only saves memory adds tasks and multiplies choices, so without memory it is left out
-        first.
+        first, and on very large skeletons that is all.
 
         Args:
             known: the skeleton and what is known of it.
@@ -166,7 +166,7 @@ class Sharpener:
                 work += work_of(lean)
                 reach = least if least < best else 0.0
                 bound, shared = self.without_memory(lean, known, min(best, BEYOND * enough), reach)
-                if bound >= min(best, enough):
+                if bound >= min(best, enough) or work > self._effort.memory_work:
                     return Sharpened(Fate.BOUNDED, bound, shared, work=work)
             problem, left_out = self.problem(known)
         except NoChoiceError as error:

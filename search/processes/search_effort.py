@@ -75,6 +75,9 @@ class SearchEffort:
         cuts: see `recut`.
         certified: skeletons whose bounds are sharpened, unless a budget says how many.
         certified_work: work that may take: operators times pairs of choices, and more.
+        memory_work: work of a bound without memory above which none with memory is tried: on
+            meshes of three axes 30 layers of a mixture have 2,500 choices an operator with all
+            that saves memory, 2 minutes each for bounds as good as those without.
         ahead: bounds of so few pipelines are sharpened before stages are planned, which may prove
             that a known strategy is near enough.
         near_work: work of evaluations by which such a strategy is searched then, at most.
@@ -124,6 +127,7 @@ class SearchEffort:
     cuts: int = 2
     certified: int = 200
     certified_work: float = 2e10
+    memory_work: float = 1e9
     ahead: int = 32
     near_work: int = 2_000_000
     near_evaluations: Scaled = Scaled(40_000, 5_200_000, 0)

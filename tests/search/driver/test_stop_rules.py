@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import replace
 from math import inf
 
 import pytest
 
+from stratagem.searcher.driver import incumbent
 from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import SearchResult
@@ -51,8 +51,7 @@ def test_watching_the_bound_changes_nothing_and_tells_no_bound_above_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bound that certifies prunes skeletons; the one that is shown must not."""
-    course = sys.modules["stratagem.searcher.driver.search_course"]
-    monkeypatch.setattr(course, "BOUNDED_EVERY", 0.0)
+    monkeypatch.setattr(incumbent, "BOUNDED_EVERY", 0.0)
     told: list[SearchProgress] = []
     result = quick(progress=told.append)
     unseen = found()
