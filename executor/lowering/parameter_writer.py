@@ -36,7 +36,7 @@ from stratagem.simulator.base.task_kinds import TaskKind
 from stratagem.simulator.graph.placement import REPLICATE, Placements
 from stratagem.simulator.pricing.stage_boundaries import summed
 from stratagem.simulator.schedules.weight_versions import versions_seen
-from stratagem.simulator.sharding.choice import Sent, sent_format
+from stratagem.simulator.sharding.choice import ParameterMessage, sent_format
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum
 from stratagem.simulator.sharding.mesh_transfers import Transfer
 from stratagem.simulator.sharding.parameter_homes import (
@@ -158,7 +158,7 @@ class ParameterWriter:
             dtype=use.dtype,
             before=use.home,
             after=use.used,
-            treatments=self._treatments(use, Sent.VALUE),
+            treatments=self._treatments(use, ParameterMessage.VALUE),
             later=True,
             into=into,
         )
@@ -286,7 +286,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=use.made,
             after=use.home,
-            treatments=self._treatments(use, Sent.GRADIENT),
+            treatments=self._treatments(use, ParameterMessage.GRADIENT),
             adds=True,
             later=True,
             into=self._held,
@@ -304,7 +304,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=use.made,
             after=summed(use.made),
-            treatments=self._treatments(use, Sent.GRADIENT),
+            treatments=self._treatments(use, ParameterMessage.GRADIENT),
         )
         if value is not None:
             self._send(use, value, self._to_home(use), adds=True)
@@ -363,7 +363,7 @@ class ParameterWriter:
             dtype=use.gradient_dtype,
             before=before_sum(use.home),
             after=after_sum(use.home),
-            treatments=self._treatments(use, Sent.GRADIENT),
+            treatments=self._treatments(use, ParameterMessage.GRADIENT),
             later=True,
             into=self._held,
         )
@@ -457,7 +457,7 @@ class ParameterWriter:
             dtype=use.dtype,
             before=use.home,
             after=use.used,
-            treatments=self._treatments(use, Sent.VALUE),
+            treatments=self._treatments(use, ParameterMessage.VALUE),
             alias=False,
             later=True,
             into=into,
@@ -477,7 +477,7 @@ class ParameterWriter:
 
     # -- on the way -----------------------------------------------------------------------------
 
-    def _treatments(self, use: WeightUse, what: Sent) -> tuple[Treatment, ...]:
+    def _treatments(self, use: WeightUse, what: ParameterMessage) -> tuple[Treatment, ...]:
         """What is done to a gradient or a value between its home and where it is used.
 
         What is tied to another operator goes as devices hold it.
@@ -485,7 +485,7 @@ class ParameterWriter:
         stored = StoredAs(use.weight.layout)
         if use.use is ParameterUse.TIED_HERE:
             return (stored,)
-        held = use.gradient_dtype if what is Sent.GRADIENT else use.dtype
+        held = use.gradient_dtype if what is ParameterMessage.GRADIENT else use.dtype
         sent = sent_format(self._writer.context.plan.choice(self._name(use.user)), what, held)
         return (stored,) if sent == held else (SentIn(sent, held), stored)
 

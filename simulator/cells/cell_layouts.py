@@ -39,7 +39,7 @@ from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.sharding.choice import Choice, Sent
+from stratagem.simulator.sharding.choice import Choice, ParameterMessage
 from stratagem.simulator.sharding.parameter_homes import home_placements, residences, use_of
 from stratagem.simulator.stage.stage_blocks import TaskRole
 
@@ -291,10 +291,10 @@ class Layouts:
         lies = residences(operator, uses, self._choice(subject), self._builder.mesh.shape)
         training = self._builder.training
         if role is TaskRole.SYNC:
-            held, what = training.formats.gradients, Sent.GRADIENT
+            held, what = training.formats.gradients, ParameterMessage.GRADIENT
             ends = [(each, each.made, each.home) for each in lies]
         else:
-            held, what = training.formats.storage, Sent.VALUE
+            held, what = training.formats.storage, ParameterMessage.VALUE
             ends = [(each, each.home, each.used) for each in lies]
         return [
             _Conversion(

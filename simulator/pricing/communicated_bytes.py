@@ -18,7 +18,7 @@ from stratagem.simulator.graph.placement import (
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Edge, Operator, factor_sizes
 from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
-from stratagem.simulator.sharding.choice import Choice, Sent
+from stratagem.simulator.sharding.choice import Choice, ParameterMessage
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
     home_placements,
@@ -142,8 +142,8 @@ def _parameter_bytes(
     formats = builder.training.formats
     for lies in residences(operator, uses, choice, builder.mesh.shape):
         sizes = factor_sizes(lies.weight.layout, operator.sizes)
-        gradient = lies.sent_bytes(Sent.GRADIENT, formats.gradients)
-        value = lies.sent_bytes(Sent.VALUE, formats.storage)
+        gradient = lies.sent_bytes(ParameterMessage.GRADIENT, formats.gradients)
+        value = lies.sent_bytes(ParameterMessage.VALUE, formats.storage)
         sync += _moved(builder, sizes, gradient, lies.made, lies.home)
         gather += _moved(builder, sizes, value, lies.home, lies.used)
     return sync, gather

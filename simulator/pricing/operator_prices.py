@@ -46,7 +46,7 @@ from stratagem.simulator.pricing.cost_rows import (
     timed_rows,
     to_ns,
 )
-from stratagem.simulator.sharding.choice import Choice, Sent, Touches, sent_format
+from stratagem.simulator.sharding.choice import Choice, ParameterMessage, Touches, sent_format
 from stratagem.simulator.sharding.choice_options import JoinedInputs, priced_by
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -374,8 +374,8 @@ class OperatorPricer:
         latency: dict[str, tuple[int, float]] = {}
         gathering: dict[str, tuple[int, float]] = {}
         for lies in residences(operator, uses, choice, self.mesh.shape):
-            sync = _add(sync, self._sent(operator, lies, Sent.GRADIENT, latency))
-            gather = _add(gather, self._sent(operator, lies, Sent.VALUE, gathering))
+            sync = _add(sync, self._sent(operator, lies, ParameterMessage.GRADIENT, latency))
+            gather = _add(gather, self._sent(operator, lies, ParameterMessage.VALUE, gathering))
             if lies.use is ParameterUse.OWNED:
                 whole = factor_sizes(lies.weight.layout, operator.sizes)
                 how = self.training.for_parameter(lies.weight.parameter)
@@ -464,7 +464,7 @@ class OperatorPricer:
         self,
         operator: Operator,
         lies: Residence,
-        what: Sent,
+        what: ParameterMessage,
         latency: dict[str, tuple[int, float]],
     ) -> Priced:
         """Moving a gradient to its home, or a value from there, as links carry it.
@@ -473,7 +473,7 @@ class OperatorPricer:
         """
         held = self.training.formats.gradients
         source, target = lies.made, lies.home
-        if what is Sent.VALUE:
+        if what is ParameterMessage.VALUE:
             held, source, target = self.training.formats.storage, lies.home, lies.used
         nbytes = lies.sent_bytes(what, held)
         seconds, mask = self._convert(operator, lies.weight, nbytes, source, target, latency)

@@ -120,7 +120,7 @@ class Touches(Flag):
     """Bytes of parameters, gradients and optimizer state, and of what it makes."""
 
 
-class Sent(Enum):
+class ParameterMessage(Enum):
     """What links carry of a parameter between its home and where an operator uses it."""
 
     GRADIENT = "gradient"
@@ -190,7 +190,7 @@ def _unchecked(operator: Operator, choice: Choice, shape: Sequence[int]) -> None
     return None
 
 
-def _as_held(choice: Choice, what: Sent, held: str) -> str:
+def _as_held(choice: Choice, what: ParameterMessage, held: str) -> str:
     return held
 
 
@@ -234,7 +234,7 @@ class ChoiceOption:
     may: May = _always
     check: Callable[[Operator, Choice, Sequence[int]], None] = _unchecked
     saves: str = ""
-    sends: Callable[[Choice, Sent, str], str] = _as_held
+    sends: Callable[[Choice, ParameterMessage, str], str] = _as_held
 
     def __post_init__(self) -> None:
         if self.sends is not _as_held and not self.touches & Touches.PARAMETERS:
@@ -360,11 +360,11 @@ if [option.name for option in OPTIONS] != list(USUAL_VALUES):
     raise AssertionError("each option of a choice has a record, in the order of its fields")
 
 
-def sent_format(choice: Choice, what: Sent, held: str) -> str:
+def sent_format(choice: Choice, what: ParameterMessage, held: str) -> str:
     """The format in which links carry what devices hold of a parameter in some format.
 
     Example:
-        >>> sent_format(Choice((), fused=True), Sent.GRADIENT, "float32")
+        >>> sent_format(Choice((), fused=True), ParameterMessage.GRADIENT, "float32")
         'float32'
     """
     return reduce(lambda found, option: option.sends(choice, what, found), OPTIONS, held)

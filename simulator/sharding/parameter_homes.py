@@ -39,7 +39,7 @@ from stratagem.simulator.graph.placement import (
 )
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator, Weight, factor_sizes
-from stratagem.simulator.sharding.choice import Choice, Sent, sent_format
+from stratagem.simulator.sharding.choice import Choice, ParameterMessage, sent_format
 
 
 def home_placements(weight: Weight, choice: Choice, shape: Sequence[int]) -> Placements:
@@ -185,7 +185,7 @@ class Residence:
     home: Placements
     used: Placements
 
-    def sent_bytes(self, what: Sent, held: str) -> int:
+    def sent_bytes(self, what: ParameterMessage, held: str) -> int:
         """Bytes that links carry for a scalar that devices hold in some format."""
         return DTYPE_BYTES[sent_format(self.choice, what, held)]
 

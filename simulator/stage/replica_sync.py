@@ -28,7 +28,7 @@ from stratagem.simulator.pricing.cost_table import CostTable, TableBuilder
 from stratagem.simulator.pricing.shared_latency import shortened, spared_latency
 from stratagem.simulator.pricing.stage_boundaries import syncs_compute
 from stratagem.simulator.schedules.macro_draft import ALL, CopyTask
-from stratagem.simulator.sharding.choice import Sent
+from stratagem.simulator.sharding.choice import ParameterMessage
 from stratagem.simulator.sharding.joint_mesh import after_sum, before_sum, joint_mesh
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -90,7 +90,7 @@ def home_sums(builder: TableBuilder, table: CostTable, i: int, joint: Resharder)
     found: Sums = []
     for lies in residences(operator, uses, choice, shape):
         if lies.use is ParameterUse.OWNED:
-            nbytes = lies.sent_bytes(Sent.GRADIENT, builder.training.formats.gradients)
+            nbytes = lies.sent_bytes(ParameterMessage.GRADIENT, builder.training.formats.gradients)
             sizes = factor_sizes(lies.weight.layout, operator.sizes)
             steps = joint.path(sizes, nbytes, before_sum(lies.home), after_sum(lies.home))
             found.append((nbytes, steps))

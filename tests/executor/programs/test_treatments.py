@@ -27,7 +27,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding import choice
-from stratagem.simulator.sharding.choice import Choice, Sent
+from stratagem.simulator.sharding.choice import Choice, ParameterMessage
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 from tests.support.plans import (
     Case,
@@ -116,10 +116,10 @@ def test_links_carry_half_and_gradients_are_rounded(
     assert all(found[name].dtype == torch.float32 for name in errors)
 
 
-def halving(monkeypatch: pytest.MonkeyPatch, what: Sent) -> None:
+def halving(monkeypatch: pytest.MonkeyPatch, what: ParameterMessage) -> None:
     """Have links carry half of what `fused` operators send: this is all there is to say of it."""
 
-    def sends(chosen: Choice, sent: Sent, held: str) -> str:
+    def sends(chosen: Choice, sent: ParameterMessage, held: str) -> str:
         return "bfloat16" if chosen.fused and sent is what else held
 
     records = [replace(o, sends=sends) if o.name == "fused" else o for o in choice.OPTIONS]
@@ -154,21 +154,38 @@ def own() -> Case:
 
 
 @pytest.mark.parametrize(
-    ("what", "zero"), [(Sent.GRADIENT, 0), (Sent.GRADIENT, 2), (Sent.VALUE, 1), (Sent.VALUE, 3)]
+    ("what", "zero"),
+    [
+        (ParameterMessage.GRADIENT, 0),
+        (ParameterMessage.GRADIENT, 2),
+        (ParameterMessage.VALUE, 1),
+        (ParameterMessage.VALUE, 3),
+    ],
 )
 def test_what_links_carry_follows_from_the_record_of_an_option(
-    own: Case, what: Sent, zero: int, monkeypatch: pytest.MonkeyPatch
+    own: Case, what: ParameterMessage, zero: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     halving(monkeypatch, what)
     plans = fused(own, zero, 2)
     programs = [lower(plan, own.graph) for plan in plans]
     verify(programs[1])
     (exact, sent), (found, less) = (one_step(program, own) for program in programs)
-    name = "all-gather" if what is Sent.VALUE else "reduce-scatter" if zero else "all-reduce"
-    saved, task = sent[name] - less[name], "sync" if what is Sent.GRADIENT else "publish"
+    name = (
+        "all-gather"
+        if what is ParameterMessage.VALUE
+        else "reduce-scatter"
+        if zero
+        else "all-reduce"
+    )
+    saved, task = (
+        sent[name] - less[name],
+        "sync" if what is ParameterMessage.GRADIENT else "publish",
+    )
     assert saved > 0
     assert less == sent - Counter({name: saved})
-    if what is Sent.GRADIENT or zero == 3:  # What ZeRO-1 publishes is read in the next step.
+    if (
+        what is ParameterMessage.GRADIENT or zero == 3
+    ):  # What ZeRO-1 publishes is read in the next step.
         assert 1e-5 < max(gradient_errors(found, exact).values()) < 4 * 2**-8
     simulations = [simulate_plan(plan, own.graph, default_costs()) for plan in plans]
     whole, halves = (predicted_bytes(each, task) for each in simulations)
@@ -180,7 +197,7 @@ def test_what_links_carry_follows_from_the_record_of_an_option(
 def test_what_no_link_carries_is_left_alone(
     own: Case, ways: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halving(monkeypatch, Sent.GRADIENT)
+    halving(monkeypatch, ParameterMessage.GRADIENT)
     plan, half = fused(own, 0, ways)
     (exact, _), (found, _) = (one_step(lower(each, own.graph), own) for each in (plan, half))
     assert (max(gradient_errors(found, exact).values()) == 0) == (ways == 1)
