@@ -193,8 +193,10 @@ class SearchCourse:
         known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
         if is_near:
             return self._end_near(known[: self.budget.skeletons])
-        early = [e for e in self._with_few_passes(known) if e.num_axes < 3][:1]
-        return self._search_a_little([] if self.space.is_small else early, self._rules.is_near)
+        if self.space.is_small or not self.budget.evaluations or self.budget.seconds is not None:
+            return None
+        early = [e for e in self._with_few_passes(known) if e.num_axes < 3]
+        return self._search_a_little(early[:1], self._rules.is_near)
 
     def _end_by_planned(
         self, planned: Sequence[SkeletonEntry], own: Sequence[SkeletonEntry]
@@ -202,9 +204,8 @@ class SearchCourse:
         """End where a plan over stages or a known strategy is near enough of all listed."""
         if not self._rules.is_near_listed():
             return None
-        known = begun_by(
-            best_first([*planned, *own]), self.known_strategies.entries(self._effort.nearly)
-        )
+        entries = self.known_strategies.entries(self._effort.nearly)
+        known = begun_by(best_first([*planned, *own]), entries)
         return self._end_near(known[: self.budget.skeletons])
 
     def _refine(self, improver: Improver, planned: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:

@@ -146,6 +146,26 @@ def test_the_simplest_plan_of_a_large_model_is_not_improved_further_when_it_is_n
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("budget", "is_early"),
+    [
+        (Budget(400, gap=1e-6, skeletons=1, bounded=0), True),
+        (Budget(0, gap=1e-6, skeletons=1, bounded=0), False),
+    ],
+)
+def test_the_best_known_strategy_of_a_large_model_is_searched_before_stages_are_planned(
+    budget: Budget, is_early: bool
+) -> None:
+    """GPT-2 was planned, surveyed and refined for 20 s before a good plan of it was met."""
+    told: list[str] = []
+    graph, cluster = mlp([2048] * 61, batch=64), tiny_cluster(2, nodes=1, gb_s=40.0)
+    found = search(graph, cluster, budget=budget, progress=lambda p: told.append(p.phase))
+    before = told[: told.index("planning stages")]
+    assert any(phase.startswith("searching ") for phase in before) == is_early
+    assert (found.evaluations > 0) == is_early
+
+
+@pytest.mark.slow
 def test_a_small_model_ends_there_too_and_is_searched_to_the_end_when_asked() -> None:
     """A model of 90 operators took ten times as long as one of 110."""
     graph = gpt(num_layers=1, hidden=1024, num_heads=8, vocabulary=512, sequence=512, batch=32)
