@@ -13,9 +13,11 @@ from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import SearchResult
 from stratagem.searcher.driver.search import QUICK_METHODS, search
+from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
 from stratagem.searcher.driver.skeleton_work import Sharpener
-from stratagem.searcher.improvement.outcomes import Known
+from stratagem.searcher.improvement.outcomes import Known, Sharpened
 from stratagem.searcher.improvement.simpler_plans import variety
+from stratagem.searcher.processes.search_effort import SearchEffort
 from stratagem.searcher.space.constraints import Space
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, skeletons
@@ -294,6 +296,31 @@ def test_what_the_first_method_takes_is_shown_before_skeletons_are_listed(
     assert all(each.best <= shown[-1] for each in told[listing:])
 
 
+@pytest.mark.slow
+def test_bounds_that_limit_nothing_are_not_sharpened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gets no sharper limits the certificate: Mixtral's was no better for 200 others."""
+    graph = gpt(num_layers=9, hidden=512, num_heads=8, vocabulary=50257, sequence=256, batch=8)
+    cluster = tiny_cluster(4, nodes=1, gb_s=40.0)
+    sharpen, open_below, sharpened = Sharpener.sharpen, SkeletonList.open_below, list[Known]()
+
+    def noting(self: Sharpener, known: Known, best: float, *asked: float) -> Sharpened:
+        sharpened.append(known)
+        return sharpen(self, known, best, *asked)
+
+    def all_below(self: SkeletonList, seconds: float, **_: bool) -> list[SkeletonEntry]:
+        return open_below(self, seconds)
+
+    monkeypatch.setattr(Sharpener, "sharpen", noting)
+    budget = Budget(400, skeletons=1, threads=1)
+    found, few = search(graph, cluster, budget=budget), len(sharpened)
+    monkeypatch.setattr(SkeletonList, "open_below", all_below)
+    whole, many = search(graph, cluster, budget=budget), len(sharpened) - few
+    assert 0 < few < many
+    assert found.listed_bound == whole.listed_bound
+    assert found.bound == whole.bound
+    assert found.plan == whole.plan
+
+
 def test_bounds_are_not_sharpened_beyond_what_is_asked_for() -> None:
     """With memory, which is of no use where the bound without says enough."""
     graph = gpt(num_layers=2, hidden=1024, num_heads=8, sequence=256, vocabulary=4096, batch=16)
@@ -317,3 +344,8 @@ def test_bounds_are_not_sharpened_beyond_what_is_asked_for() -> None:
         much = sharpener.sharpen(known, best, least, enough)
         assert much.met is not None
         assert whole.bound * (1 - 1e-9) <= much.bound <= best
+    # Of a skeleton of more work none is, and the bound without memory is all.
+    effort = SearchEffort(memory_work=0)
+    large = Sharpener(*sharpener.arguments[:-1], effort).sharpen(known, best)
+    assert large.met is None
+    assert large.bound == large.shared <= whole.bound * (1 + 1e-9)
