@@ -42,7 +42,8 @@ class StopReason(enum.Enum):
     @property
     def is_an_end(self) -> bool:
         """Whether nothing is left to do, and not only that what was set out to do is done."""
-        return self not in (self.NO_EVALUATIONS, self.EVALUATIONS, self.SETTLED)
+        unproved = StopReason.NO_EVALUATIONS, StopReason.EVALUATIONS, StopReason.SETTLED
+        return self not in unproved
 
 
 @dataclass(frozen=True)

@@ -184,17 +184,15 @@ class SearchCourse:
         return stages, early
 
     def _end_by_known(self, own: Sequence[SkeletonEntry]) -> StopReason | None:
-        """End where a known strategy, searched a little, is near enough.
-
-        Where none is, the best on one axis or two, which takes little, is a good plan early.
-        """
+        """End where a known strategy, searched a little, is near enough; else know one early."""
         self._list_idle()
         is_near = self._rules.is_near() or self._sharpen_few()
+        is_early = self.budget.evaluations > 0 and self.budget.seconds is None
+        if not is_near and (self.space.is_small or not is_early):
+            return None  # Known strategies do not join the list yet.
         known = begun_by(own, self.known_strategies.entries(self._effort.nearly))
         if is_near:
             return self._end_near(known[: self.budget.skeletons])
-        if self.space.is_small or not self.budget.evaluations or self.budget.seconds is not None:
-            return None
         early = [e for e in self._with_few_passes(known) if e.num_axes < 3]
         return self._search_a_little(early[:1], self._rules.is_near)
 
