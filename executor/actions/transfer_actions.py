@@ -108,6 +108,9 @@ def free(instruction: Free, rank: RankState) -> Action:
 def _reader(instruction: Convert, seat: Seat) -> Callable[[Tensor], Tensor]:
     """What makes of a value the part that is converted, in factors."""
     part, befores = _spec(instruction).part(seat), [e.before for e in instruction.treatments]
+    if instruction.carried != instruction.dtype:
+        carried = torch_dtype(instruction.carried)
+        befores.append(lambda part: part.to(carried))
 
     def read(tensor: Tensor) -> Tensor:
         for before in befores:
@@ -120,6 +123,9 @@ def _reader(instruction: Convert, seat: Seat) -> Callable[[Tensor], Tensor]:
 def _finisher(instruction: Convert) -> Callable[[Tensor], Tensor]:
     """What makes a value of the part that results."""
     placed, afters = instruction.after, [e.after for e in reversed(instruction.treatments)]
+    if instruction.carried != instruction.dtype:
+        dtype = torch_dtype(instruction.dtype)
+        afters.append(lambda part, placed: part.to(dtype))
 
     def finish(tensor: Tensor) -> Tensor:
         for after in afters:

@@ -487,7 +487,7 @@ class ParameterWriter:
             return (stored,)
         held = use.gradient_dtype if what is ParameterMessage.GRADIENT else use.dtype
         sent = sent_format(self._writer.context.plan.choice(self._name(use.user)), what, held)
-        return (stored,) if sent == held else (SentIn(sent, held), stored)
+        return (stored,) if sent == held else (SentIn(sent), stored)
 
     def _name(self, i: int) -> str:
         return self._writer.context.graph.operators[i].name

@@ -289,22 +289,14 @@ class Layouts:
         graph, owner, inside = self._builder.graph, self._builder.owner, set(self._table.operators)
         uses = [use_of(graph, owner, operator, w, inside) for w in operator.weights]
         lies = residences(operator, uses, self._choice(subject), self._builder.mesh.shape)
-        training = self._builder.training
-        if role is TaskRole.SYNC:
-            held, what = training.formats.gradients, ParameterMessage.GRADIENT
-            ends = [(each, each.made, each.home) for each in lies]
-        else:
-            held, what = training.formats.storage, ParameterMessage.VALUE
-            ends = [(each, each.home, each.used) for each in lies]
-        return [
-            _Conversion(
-                factor_sizes(each.weight.layout, operator.sizes),
-                each.sent_bytes(what, held),
-                source,
-                target,
-            )
-            for each, source, target in ends
-        ]
+        formats = self._builder.training.formats
+        message = ParameterMessage.GRADIENT if role is TaskRole.SYNC else ParameterMessage.VALUE
+        found: list[_Conversion] = []
+        for each in lies:
+            sizes = factor_sizes(each.weight.layout, operator.sizes)
+            way = each.sending(message, formats)
+            found.append(_Conversion(sizes, way.nbytes, way.source, way.target))
+        return found
 
     def _of_weight(
         self, operator: Operator, weight: Weight, source: Placements, target: Placements

@@ -142,10 +142,10 @@ def _parameter_bytes(
     formats = builder.training.formats
     for lies in residences(operator, uses, choice, builder.mesh.shape):
         sizes = factor_sizes(lies.weight.layout, operator.sizes)
-        gradient = lies.sent_bytes(ParameterMessage.GRADIENT, formats.gradients)
-        value = lies.sent_bytes(ParameterMessage.VALUE, formats.storage)
-        sync += _moved(builder, sizes, gradient, lies.made, lies.home)
-        gather += _moved(builder, sizes, value, lies.home, lies.used)
+        gradient = lies.sending(ParameterMessage.GRADIENT, formats)
+        value = lies.sending(ParameterMessage.VALUE, formats)
+        sync += _moved(builder, sizes, gradient.nbytes, gradient.source, gradient.target)
+        gather += _moved(builder, sizes, value.nbytes, value.source, value.target)
     return sync, gather
 
 

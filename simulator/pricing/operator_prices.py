@@ -46,7 +46,7 @@ from stratagem.simulator.pricing.cost_rows import (
     timed_rows,
     to_ns,
 )
-from stratagem.simulator.sharding.choice import Choice, ParameterMessage, Touches, sent_format
+from stratagem.simulator.sharding.choice import Choice, ParameterMessage, Touches
 from stratagem.simulator.sharding.choice_options import JoinedInputs, priced_by
 from stratagem.simulator.sharding.parameter_homes import (
     ParameterUse,
@@ -471,17 +471,14 @@ class OperatorPricer:
 
         Where that is another format, devices convert to it before the links and back behind them.
         """
-        held = self.training.formats.gradients
-        source, target = lies.made, lies.home
-        if what is ParameterMessage.VALUE:
-            held, source, target = self.training.formats.storage, lies.home, lies.used
-        nbytes = lies.sent_bytes(what, held)
-        seconds, mask = self._convert(operator, lies.weight, nbytes, source, target, latency)
-        if seconds and sent_format(lies.choice, what, held) != held:
+        way = lies.sending(what, self.training.formats)
+        ends = way.source, way.target
+        seconds, mask = self._convert(operator, lies.weight, way.nbytes, *ends, latency)
+        if seconds and way.sent != way.held:
             sizes = factor_sizes(lies.weight.layout, operator.sizes)
-            for ends in (source, target):
-                count = local_elements(sizes, ends, self.mesh.shape)
-                seconds += self.kernels.moving(count * (nbytes + DTYPE_BYTES[held]))
+            for placed in ends:
+                count = local_elements(sizes, placed, self.mesh.shape)
+                seconds += self.kernels.moving(count * (way.nbytes + DTYPE_BYTES[way.held]))
         return seconds, mask
 
     def _convert(

@@ -25,8 +25,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
-from stratagem.simulator.base.precision import DTYPE_BYTES
+from stratagem.simulator.base.precision import DTYPE_BYTES, Precision
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import (
     FLAT,
@@ -171,6 +172,20 @@ def weight_share(graph: OperatorGraph, i: int) -> float:
     return kind_of(operator).weight_share if makes_input_gradients(graph, i) else 1.0
 
 
+class Sending(NamedTuple):
+    """What links carry of a parameter: the formats in which devices and links have it, its way."""
+
+    held: str
+    sent: str
+    source: Placements
+    target: Placements
+
+    @property
+    def nbytes(self) -> int:
+        """Of a scalar, on links."""
+        return DTYPE_BYTES[self.sent]
+
+
 @dataclass(frozen=True)
 class Residence:
     """The placements of a weight: its gradient as made, its home, as it is used.
@@ -185,9 +200,12 @@ class Residence:
     home: Placements
     used: Placements
 
-    def sent_bytes(self, what: ParameterMessage, held: str) -> int:
-        """Bytes that links carry for a scalar that devices hold in some format."""
-        return DTYPE_BYTES[sent_format(self.choice, what, held)]
+    def sending(self, what: ParameterMessage, formats: Precision) -> Sending:
+        """How its gradient is sent home, or its value from there to where it is used."""
+        held, source, target = formats.gradients, self.made, self.home
+        if what is ParameterMessage.VALUE:
+            held, source, target = formats.storage, self.home, self.used
+        return Sending(held, sent_format(self.choice, what, held), source, target)
 
 
 def residences(

@@ -90,7 +90,7 @@ def home_sums(builder: TableBuilder, table: CostTable, i: int, joint: Resharder)
     found: Sums = []
     for lies in residences(operator, uses, choice, shape):
         if lies.use is ParameterUse.OWNED:
-            nbytes = lies.sent_bytes(ParameterMessage.GRADIENT, builder.training.formats.gradients)
+            nbytes = lies.sending(ParameterMessage.GRADIENT, builder.training.formats).nbytes
             sizes = factor_sizes(lies.weight.layout, operator.sizes)
             steps = joint.path(sizes, nbytes, before_sum(lies.home), after_sum(lies.home))
             found.append((nbytes, steps))

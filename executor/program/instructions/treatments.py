@@ -41,7 +41,10 @@ class Treatment:
         return part
 
     def carried(self, dtype: str) -> str:
-        """The dtype in which links carry what a program has in `dtype`."""
+        """The dtype in which links carry what a program has in `dtype`.
+
+        Whoever runs it converts to that behind `before`, and back behind `after`.
+        """
         return dtype
 
 
@@ -70,29 +73,13 @@ class StoredAs(Treatment):
 
 @dataclass(frozen=True)
 class SentIn(Treatment):
-    """Links carry in one dtype what a program has in another."""
+    """Links carry it in another dtype."""
 
     dtype: str
-    held: str
-
-    def before(self, part: Part) -> Part:
-        """See `Treatment.before`."""
-        return _converted(part, self.dtype)
-
-    def after(self, part: Part, placed: Placements) -> Part:
-        """See `Treatment.after`."""
-        return _converted(part, self.held)
 
     def carried(self, dtype: str) -> str:
         """See `Treatment.carried`."""
         return self.dtype
-
-
-_CONVERSIONS = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
-
-
-def _converted(part: Part, dtype: str) -> Part:
-    return getattr(part, _CONVERSIONS[dtype])()
 
 
 def carried_dtype(dtype: str, treatments: Sequence[Treatment]) -> str:

@@ -39,6 +39,7 @@ from tests.support.plans import (
     sharding,
 )
 
+GRADIENT, VALUE = ParameterMessage
 SGD = Training(optimizer="sgd", learning_rate=0.1)
 
 
@@ -155,12 +156,7 @@ def own() -> Case:
 
 @pytest.mark.parametrize(
     ("what", "zero"),
-    [
-        (ParameterMessage.GRADIENT, 0),
-        (ParameterMessage.GRADIENT, 2),
-        (ParameterMessage.VALUE, 1),
-        (ParameterMessage.VALUE, 3),
-    ],
+    [(GRADIENT, 0), (GRADIENT, 2), (VALUE, 1), (VALUE, 3)],
 )
 def test_what_links_carry_follows_from_the_record_of_an_option(
     own: Case, what: ParameterMessage, zero: int, monkeypatch: pytest.MonkeyPatch
@@ -170,22 +166,12 @@ def test_what_links_carry_follows_from_the_record_of_an_option(
     programs = [lower(plan, own.graph) for plan in plans]
     verify(programs[1])
     (exact, sent), (found, less) = (one_step(program, own) for program in programs)
-    name = (
-        "all-gather"
-        if what is ParameterMessage.VALUE
-        else "reduce-scatter"
-        if zero
-        else "all-reduce"
-    )
-    saved, task = (
-        sent[name] - less[name],
-        "sync" if what is ParameterMessage.GRADIENT else "publish",
-    )
+    summed = "reduce-scatter" if zero else "all-reduce"
+    name, task = (summed, "sync") if what is GRADIENT else ("all-gather", "publish")
+    saved = sent[name] - less[name]
     assert saved > 0
     assert less == sent - Counter({name: saved})
-    if (
-        what is ParameterMessage.GRADIENT or zero == 3
-    ):  # What ZeRO-1 publishes is read in the next step.
+    if what is GRADIENT or zero == 3:  # What ZeRO-1 publishes is read in the next step.
         assert 1e-5 < max(gradient_errors(found, exact).values()) < 4 * 2**-8
     simulations = [simulate_plan(plan, own.graph, default_costs()) for plan in plans]
     whole, halves = (predicted_bytes(each, task) for each in simulations)
@@ -197,7 +183,7 @@ def test_what_links_carry_follows_from_the_record_of_an_option(
 def test_what_no_link_carries_is_left_alone(
     own: Case, ways: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halving(monkeypatch, ParameterMessage.GRADIENT)
+    halving(monkeypatch, GRADIENT)
     plan, half = fused(own, 0, ways)
     (exact, _), (found, _) = (one_step(lower(each, own.graph), own) for each in (plan, half))
     assert (max(gradient_errors(found, exact).values()) == 0) == (ways == 1)
