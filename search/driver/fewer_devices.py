@@ -67,8 +67,9 @@ class FewerDevices:
 
         Args:
             limit: how many on a part.
-            ranked: skeletons with known plans; stages are planned on parts of which a pipeline is
-                among these that takes at most `SLACK` times the best.
+            ranked: skeletons with known plans. Stages of models that are not small are planned
+                only on parts of which a pipeline is among these that takes at most `SLACK` times
+                the best.
             late: see `candidates`.
         """
         near = {
@@ -80,7 +81,7 @@ class FewerDevices:
             counts = self._counts(part)
             if late is not None and late(True):
                 self._exclude("parts of the cluster for whose pipelines there was no time")
-            elif counts and frozenset(part.devices) in near:
+            elif counts and (self.space.is_small or frozenset(part.devices) in near):
                 yield from self._planned_on(part, counts, limit, late)
             elif counts:
                 self._exclude("parts of the cluster on which pipelines are far from the best")
