@@ -148,12 +148,12 @@ def test_a_constraint_never_beats_the_bound_without_it(
     check_constraints(*problem)
 
 
-# In parts, as all at once take longer than a test may.
+# In parts, as all at once take longer than a test may: half a minute to a minute each.
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(50))
+@pytest.mark.parametrize("part", range(12))
 @settings(max_examples=5)
 @given(problem=problems())
-def test_hundreds_of_constraints_never_beat_the_search_without_them(
+def test_sixty_constraints_never_beat_the_search_without_them(
     part: int,
     problem: tuple[OperatorGraph, Cluster, tuple[str, ...], Space],
 ) -> None:
@@ -190,10 +190,10 @@ def test_more_budget_never_gives_a_worse_plan(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(6))
 @settings(max_examples=5)
 @given(growth=growths())
-def test_more_budget_never_gives_a_worse_plan_of_a_hundred(
+def test_more_budget_never_gives_a_worse_plan_of_thirty(
     part: int,
     growth: tuple[OperatorGraph, Cluster, tuple[str, ...], int],
 ) -> None:
