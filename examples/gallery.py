@@ -52,8 +52,9 @@ def plan_file(name: str) -> Path:
 def main(names: Sequence[str]) -> None:
     """Search again for the plans of `names`, and write them."""
     console = Console(highlight=False)
-    for name in names:
-        result = job(name).search(graph_of(name), progress=True)
+    jobs = {name: job(name) for name in names}  # A name that is none is told before any search.
+    for name in jobs:
+        result = jobs[name].search(graph_of(name), progress=True)
         result.plan.save(plan_file(name))
         console.print(
             f"{name}: {format_duration(result.simulation.step_time)} a step, "
@@ -62,4 +63,7 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or NAMES)
+    try:
+        main(sys.argv[1:] or NAMES)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
