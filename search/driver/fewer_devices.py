@@ -67,9 +67,9 @@ class FewerDevices:
 
         Args:
             limit: how many on a part.
-            ranked: skeletons with known plans. Stages of models that are not small are planned
-                only on parts of which a pipeline is among these that takes at most `SLACK` times
-                the best.
+            ranked: skeletons with known plans. Stages are planned on parts of which a pipeline is
+                among these that takes at most `SLACK` times the best, and of small models on all
+                small parts (see `SearchEffort.part_devices`).
             late: see `candidates`.
         """
         near = {
@@ -77,11 +77,12 @@ class FewerDevices:
             for entry in ranked
             if len(entry.skeleton.stages) > 1 and entry.best_time <= SLACK * self.best()
         }
+        few = self.space.effort.part_devices if self.space.is_small else 0
         for part in self._parts:
-            counts = self._counts(part)
+            counts, devices = self._counts(part), frozenset(part.devices)
             if late is not None and late(True):
                 self._exclude("parts of the cluster for whose pipelines there was no time")
-            elif counts and (self.space.is_small or frozenset(part.devices) in near):
+            elif counts and (len(devices) <= few or devices in near):
                 yield from self._planned_on(part, counts, limit, late)
             elif counts:
                 self._exclude("parts of the cluster on which pipelines are far from the best")

@@ -71,6 +71,9 @@ class SearchEffort:
         ranked: skeletons on which known strategies are simulated.
         drafted: plans of the program over stages that are simulated, at least two for each
             skeleton that is searched.
+        part_devices: on parts of the cluster of at most so many devices stages of small models are
+            planned whatever is known there, in a second at most; on larger ones, which take ten of
+            16 devices, and of larger models where a ranked pipeline is near the best plan.
         recut: pipelines that are cut elsewhere, each at `cuts` places.
         cuts: see `recut`.
         certified: skeletons whose bounds are sharpened, unless a budget says how many.
@@ -123,6 +126,7 @@ class SearchEffort:
     least_evaluations: Scaled = Scaled(128_000, 6_400_000, 0)
     ranked: Scaled = Scaled(48, 6_000)
     drafted: Scaled = Scaled(32, 600)
+    part_devices: int = 8
     recut: int = 4
     cuts: int = 2
     certified: int = 200
