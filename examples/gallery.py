@@ -9,8 +9,8 @@ function ``small`` (the same architecture, small enough to train here), and its 
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,9 +52,8 @@ def plan_file(name: str) -> Path:
 def main(names: Sequence[str]) -> None:
     """Search again for the plans of `names`, and write them."""
     console = Console(highlight=False)
-    jobs = {name: job(name) for name in names}  # A name that is none is told before any search.
-    for name in jobs:
-        result = jobs[name].search(graph_of(name), progress=True)
+    for name in names:
+        result = job(name).search(graph_of(name), progress=True)
         result.plan.save(plan_file(name))
         console.print(
             f"{name}: {format_duration(result.simulation.step_time)} a step, "
@@ -63,7 +62,12 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Search again for plans and write them.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}; or all")
+    names = parser.parse_args().names or NAMES
     try:
-        main(sys.argv[1:] or NAMES)
+        for name in names:
+            job(name)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        parser.error(str(error))
+    main(names)

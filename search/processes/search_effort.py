@@ -71,9 +71,9 @@ class SearchEffort:
         ranked: skeletons on which known strategies are simulated.
         drafted: plans of the program over stages that are simulated, at least two for each
             skeleton that is searched.
-        part_devices: on parts of the cluster of at most so many devices stages of small models are
-            planned whatever is known there, in a second at most; on larger ones, which take ten of
-            16 devices, and of larger models where a ranked pipeline is near the best plan.
+        part_devices: stages of small models are planned on every part of the cluster of at most so
+            many devices, for about a second each (ten seconds on 14 devices); on larger parts, and
+            of larger models, only where a ranked pipeline is near the best plan.
         recut: pipelines that are cut elsewhere, each at `cuts` places.
         cuts: see `recut`.
         certified: skeletons whose bounds are sharpened, unless a budget says how many.

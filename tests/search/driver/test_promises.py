@@ -222,22 +222,6 @@ def test_a_small_budget_does_not_end_anywhere() -> None:
     assert free.simulation.step_time <= flat.simulation.step_time * (1 + NOISE)
 
 
-@pytest.mark.slow
-def test_stages_are_planned_on_parts_of_the_cluster_where_no_pipeline_was_ranked() -> None:
-    """One device and two beside it took 9 % less than what a search without ZeRO-0 alone found.
-
-    The pipelines that had been ranked lay on four devices, and stages were planned only on parts
-    of the cluster with a pipeline near the best of all.
-    """
-    graph = gpt(num_layers=1, hidden=32, num_heads=4, vocabulary=4096, sequence=16, batch=33)
-    cluster = filled(graph, cluster_of(2, 3, 0.1), 0.65)
-    budget = Budget(evaluations=0, bounded=0)
-    found = quick(graph, cluster, schedules=("1f1b",), budget=budget, baselines=())
-    sizes = [tuple(mesh.num_devices for mesh in r.skeleton.meshes) for r in found.space]
-    assert (1, 2) in sizes
-    assert found.simulation.step_time < 1.2e-3
-
-
 @pytest.mark.long
 def test_a_constraint_on_a_model_that_hardly_fits_does_not_help() -> None:
     """Chains ended at 807 µs on the skeleton of the best plan, which takes 751 on it.
