@@ -200,6 +200,7 @@ class TestJson:
         assert done.returncode == 0, done.stderr
         json.loads(done.stdout)
 
+    @pytest.mark.slow
     def test_profile_and_run(self, place):
         with timed_briefly():
             found = answer("profile", "answer_model:build", "--seconds", "1", "--limit", "5")

@@ -48,7 +48,7 @@ TWICE = (
 These always run.
 """
 
-SLOW = ("02_this_machine", "03_search_and_what_if")
+SLOW = ("02_this_machine", "03_search_and_what_if", "04_schedules")
 """Which take half a minute each."""
 
 

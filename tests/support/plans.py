@@ -381,6 +381,11 @@ def few(values: Collection[object], count: int) -> list[object]:
     ]
 
 
+def slowly(*values: object) -> list[object]:
+    """Values of which each takes seconds and says what others say: `make test-slow` runs them."""
+    return [pytest.param(each, marks=pytest.mark.slow) for each in values]
+
+
 def crossed(*values: Iterable[object], every: int) -> list[object]:
     """All combinations of some values: `make test-all` runs all, `make test` one in `every`.
 

@@ -340,6 +340,7 @@ def build_with_unused() -> tuple[nn.Module, dict[str, Tensor]]:
     return empty, batch()
 
 
+@pytest.mark.slow
 def test_ranks_compare_what_has_values(tmp_path: Path) -> None:
     """What nothing reads may have none: ranks failed as they compared their models."""
     plan_of(tower()).save(tmp_path / "plan.json")

@@ -137,7 +137,10 @@ def test_a_process_that_was_killed_or_had_nothing_to_do_is_begun_anew(run: Run) 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("raise ImportError('broken')", "ImportError: broken"), (None, "not safe beside thread")],
+    [
+        ("raise ImportError('broken')", "ImportError: broken"),
+        pytest.param(None, "not safe beside thread", marks=pytest.mark.slow),
+    ],
 )
 def test_what_cannot_be_forked_runs_as_before_and_says_why(
     run: Run, change: str | None, said: str

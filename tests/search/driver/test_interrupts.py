@@ -23,7 +23,7 @@ from stratagem.searcher.processes import interrupts as hearing
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import SearchClock
 from tests.search.search_words import in_records
-from tests.support.plans import few
+from tests.support.plans import few, slowly
 
 GRAPH = sg.models.gpt(num_layers=1, hidden=64, num_heads=4, vocabulary=96, sequence=32, batch=16)
 PAIR = sg.Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
@@ -131,8 +131,8 @@ class TestInterrupts:
 @pytest.mark.parametrize(
     "where",
     [
-        *("asked_and_others", "_simplest"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("_named", "drawn_steps")),
+        "asked_and_others",
+        *slowly("_simplest", "_named", "drawn_steps"),
     ],
 )
 def test_where_nothing_may_be_raised(where: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from stratagem.simulator.simulation.plan_in_words import describe
 from stratagem.simulator.simulation.simulation import simulate_plan
 from tests.search.search_words import in_records
 from tests.support.examples import examples
-from tests.support.plans import few
+from tests.support.plans import few, slowly
 
 NOISE = 0.002
 """A search of a smaller space may find a better plan by so much, as its budget goes further."""
@@ -482,7 +482,7 @@ def starts(graph: OperatorGraph, cluster: Cluster) -> dict[str, Plan]:
 
 @pytest.mark.parametrize(
     "kind",
-    [*STARTS[:5], pytest.param("pinned", marks=pytest.mark.slow), *few(STARTS[6:], 0)],
+    [*STARTS[1:4], *slowly(STARTS[0], *STARTS[4:6]), *few(STARTS[6:], 0)],
 )
 def test_a_search_goes_on_from_every_plan_that_can_be_simulated(kind: str) -> None:
     """Plans of two homes or with slices of tokens were refused, those of own orders crashed.

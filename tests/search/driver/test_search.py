@@ -242,7 +242,7 @@ def test_memory_is_a_hard_limit() -> None:
     result = search(
         graph,
         small,
-        budget=Budget(evaluations=500, gap=0.3, skeletons=2, bounded=2),
+        budget=Budget(evaluations=500, gap=0.3, skeletons=1, bounded=1),
         baselines=(),
         space=Space(headroom=0.0),
     )

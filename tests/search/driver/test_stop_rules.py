@@ -31,6 +31,7 @@ from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.simulation.simulation import TELLS_APART
 from tests.search.bounds.test_bound import tiny_cluster
 from tests.search.search_words import in_records
+from tests.support.plans import slowly
 
 CLUSTER = Cluster.preset("dgx-a100", num_nodes=1, devices_per_node=2)
 GRAPH = mlp([256] * 5, batch=64)
@@ -72,7 +73,7 @@ def test_before_anything_is_known_nothing_is_told() -> None:
     assert SearchProgress("x", 0.5, 0.02, 0.02).in_words.endswith("(gap 0.0 %)")
 
 
-@pytest.mark.parametrize("gap", [0.05, 0.5, 0.99])
+@pytest.mark.parametrize("gap", [*slowly(0.05), 0.5, 0.99])
 def test_a_search_ends_where_the_gap_that_was_asked_for_is_proved(gap: float) -> None:
     result, whole = quick(gap), found()
     assert whole.stop_reason is not StopReason.NEAR
@@ -122,7 +123,7 @@ def test_a_search_that_is_told_nothing_ends_where_predictions_tell_no_more_apart
     assert whole.stop_reason not in (StopReason.ALIKE, StopReason.NEAR)
 
 
-@pytest.mark.parametrize("layers", [20, 60])
+@pytest.mark.parametrize("layers", [20, *slowly(60)])
 def test_the_simplest_plan_of_a_large_model_is_not_improved_further_when_it_is_near(
     layers: int,
 ) -> None:

@@ -299,7 +299,9 @@ def test_numbers_of_microbatches_that_are_no_powers_of_two_are_neighbours_too() 
     assert {near.skeleton.num_microbatches for near in found} == {1, 3, 5}
 
 
-@pytest.mark.parametrize(("schedule", "batch"), [("zb-h1", 12), ("1f1b", 15)])
+@pytest.mark.parametrize(
+    ("schedule", "batch"), [("zb-h1", 12), pytest.param("1f1b", 15, marks=pytest.mark.slow)]
+)
 def test_no_single_change_betters_the_pipeline_that_a_search_ends_with(
     schedule: str, batch: int
 ) -> None:

@@ -101,9 +101,9 @@ def test_a_search_betters_what_is_open_and_keeps_what_is_said() -> None:
 @pytest.mark.parametrize(
     ("tensor", "asked"),
     [
-        ("h.0.mlp.up.weight", {"model": "out"}),
+        pytest.param("h.0.mlp.up.weight", {"model": "out"}, marks=pytest.mark.slow),
         pytest.param("h.0.mlp.up.weight", {"data": "in"}, marks=pytest.mark.slow),
-        ("h.0.mlp.up", {"model": None}),
+        pytest.param("h.0.mlp.up", {"model": None}, marks=pytest.mark.slow),
         ("h.0.mlp.up.weight", {"model": None}),
     ],
 )

@@ -25,7 +25,7 @@ from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice import Choice
 from stratagem.simulator.simulation.simulation import simulate_plan
 from stratagem.simulator.torch_ops.capture.capture import capture
-from tests.support.plans import crossed, one_stage
+from tests.support.plans import crossed, one_stage, slowly
 
 CLUSTER = replace(
     Cluster.preset("dgx-a100", num_nodes=1),
@@ -179,7 +179,7 @@ def pinned() -> tuple[Plan, OperatorGraph]:
     return replace(plan, stages=(replace(stage, choices=alone),)), GRAPH
 
 
-KINDS = ["v-shaped", "pipedream", "chimera", "terapipe", "pinned"]
+KINDS = ["v-shaped", "pipedream", *slowly("chimera", "terapipe", "pinned")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

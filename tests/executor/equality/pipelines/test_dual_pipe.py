@@ -29,6 +29,7 @@ from tests.support.plans import (
     few,
     megatron,
     sharding,
+    slowly,
     unpinned,
     whole,
 )
@@ -55,7 +56,7 @@ def test_a_plan_trains_like_torch(name: str) -> None:
     assert_runs_like_torch(case, plan)
 
 
-@pytest.mark.parametrize("name", ["two devices", "data parallel", "tensor parallel"])
+@pytest.mark.parametrize("name", ["two devices", *slowly("data parallel", "tensor parallel")])
 def test_peaks_are_those_of_the_storages(name: str) -> None:
     choose, shapes = EQUAL[name]
     case = case_of("gpt")
