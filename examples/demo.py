@@ -57,7 +57,10 @@ def run_small_gpt() -> None:
     console.rule("[bold]2. And a small GPT on two processes of this machine?", align="left")
     graph = sg.capture(*as_arguments(small_gpt.build()), name="small GPT")
     report_capture(graph)
-    say("Measuring the link between two processes, and every operator that a plan may need …")
+    say(
+        "Measuring the link between two processes, and every operator that a plan may need, "
+        "unless that was done before …"
+    )
     cluster = sg.local_cluster(2)
     costs = sg.profile(graph, cluster)
     link = cluster.intra_node

@@ -13,12 +13,9 @@ from stratagem.profiler.costs.learn_from_runs import learn
 from stratagem.profiler.costs.measured_costs import MeasuredCosts
 from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.profiler.timing.collective_fits import CollectiveFit, fit_collectives, fit_link
-from stratagem.profiler.timing.collective_timing import (
-    CollectiveTiming,
-    keep_collectives,
-    time_collectives,
-)
+from stratagem.profiler.timing.collective_timing import CollectiveTiming, time_collectives
 from stratagem.profiler.timing.dispatch_timing import profile_dispatch, profile_launches
+from stratagem.profiler.timing.kept_collectives import keep_collectives
 from stratagem.profiler.timing.operator_timing import Effort, Timing, time_operator
 from stratagem.profiler.timing.profile_operators import (
     local_operators,

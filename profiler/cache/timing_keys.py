@@ -249,6 +249,29 @@ def pace_key(environment: Environment, whose: PaceOf) -> TimingKey:
     return TimingKey(environment, operator, "float32", Direction.FORWARD)
 
 
+LATER_KIND = "sum needed later"
+
+
+def later_key(key: CollectiveKey) -> TimingKey:
+    """Where the cache keeps what a sum that is needed later adds to the computing beside it."""
+    operator = Operator("later", LATER_KIND, (), (), (), (), {"collective": key.digest})
+    return TimingKey(key.environment, operator, "float32", Direction.FORWARD)
+
+
+MEETING_KIND = "meeting"
+
+
+def meeting_key(environment: Environment, size: int, backend: str) -> TimingKey:
+    """Where the cache keeps what the last of `size` ranks takes for one second of their mean."""
+    named: dict[str, object] = {"size": size, "backend": backend}
+    operator = Operator("meeting", MEETING_KIND, (), (), (), (), named)
+    return TimingKey(environment, operator, "float32", Direction.FORWARD)
+
+
+AROUND_OPERATORS = (DISPATCH_KIND, LAUNCH_KIND, PACE_KIND, LATER_KIND, MEETING_KIND)
+"""Kinds of what is no operator of a model, and no update, but is kept as the time of one."""
+
+
 UPDATE_KIND = "update"
 
 

@@ -15,9 +15,7 @@ import scipy
 
 from stratagem.profiler.cache.csv_and_json import from_json, to_json
 from stratagem.profiler.cache.timing_keys import (
-    DISPATCH_KIND,
-    LAUNCH_KIND,
-    PACE_KIND,
+    AROUND_OPERATORS,
     UPDATE_KIND,
     Launched,
     Measurement,
@@ -424,7 +422,7 @@ def _groups_of(key: TimingKey) -> list[_Group]:
 
 def _is_timed(kind: str) -> bool:
     """Whether a kind is one of operators, not of updates or of what is around them."""
-    return kind not in (UPDATE_KIND, DISPATCH_KIND, LAUNCH_KIND, PACE_KIND)
+    return kind not in (UPDATE_KIND, *AROUND_OPERATORS)
 
 
 def _is_update(operator: Operator) -> bool:

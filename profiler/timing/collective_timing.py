@@ -14,17 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratagem.profiler.cache.timing_cache import TimingCache
-from stratagem.profiler.cache.timing_keys import (
-    IN_A_NODE,
-    CollectiveKey,
-    Measurement,
-    error_of_median,
-    median_and_deviation,
-)
+from stratagem.profiler.cache.timing_keys import error_of_median, median_and_deviation
 from stratagem.simulator.base.arrays import Floats
 from stratagem.simulator.hardware.collective_kinds import Collective
-from stratagem.simulator.plan.provenance import Environment
 
 Group = tuple[int, ...]
 Shape = tuple[int, ...]
@@ -149,6 +141,7 @@ def time_collectives(
     kinds: Sequence[Collective] = KINDS,
     groups: Sequence[int] | None = None,
     repeats: int = REPEATS,
+    later: bool = True,
 ) -> list[CollectiveTiming]:
     """Time collectives over the first ranks; every rank calls this and gets the same list.
 
@@ -163,9 +156,10 @@ def time_collectives(
         groups: how many ranks take part, one after the other; all of them when left out. Messages
             between two ranks are timed once.
         repeats: how often each is run in a row, after a quarter as many warm-up runs.
+        later: whether sums that are needed later are timed, too, where the ranks are CPUs'.
 
     Returns:
-        A time for each kind, size and group; between CPUs also of sums that are needed `later`.
+        A time for each kind, size and group, and those of sums that are needed later.
 
     Raises:
         ValueError: when there is only one rank, a group is larger than the world or below 2, or a
@@ -182,22 +176,15 @@ def time_collectives(
             )
     peers.prepare([tuple(range(size)) for size in groups])
     works = {size: _MeetingWork(peers, size, _product(peers)) for size in groups}
-    cases = [
-        (kind, -(-nbytes // (4 * size)) * 4 * size, size)
-        for number, size in enumerate(groups)
-        for kind in kinds
-        for nbytes in sizes
-        if number == 0 or kind is not Collective.SEND
-    ]
     work = _between(peers)
     found: list[CollectiveTiming] = []
     waits: dict[int, list[float]] = {size: [] for size in groups}
-    for case in cases:
+    for case in collective_cases(sizes, kinds, groups):
         found.append(_timing(peers, *case, repeats, work))
         # Each core keeps a pace of its own for seconds, so a wait shows now and then, not at once.
         for size, each in works.items():
             waits[size] += each.waits()
-    if peers.device.type == "cpu" and Collective.ALL_REDUCE in kinds:
+    if later and peers.device.type == "cpu" and Collective.ALL_REDUCE in kinds:
         found += [
             _later_sum(peers, nbytes, size, repeats) for size in groups for nbytes in LATER_SIZES
         ]
@@ -209,39 +196,22 @@ def time_collectives(
     ]
 
 
-def keep_collectives(
-    cache: TimingCache,
-    environment: Environment,
-    timings: Sequence[CollectiveTiming],
-    backend: str,
-    *,
-    link: str = IN_A_NODE,
-    num_nodes: int = 1,
-) -> None:
-    """Keep the times of collectives in the cache, with their spread and repeats.
-
-    What sums add to computing (`CollectiveTiming.later`) and waits are not kept: they go into the
-    link that is fitted, and are measured again with it.
+def collective_cases(
+    sizes: Sequence[int], kinds: Sequence[Collective], groups: Sequence[int]
+) -> list[tuple[Collective, int, int]]:
+    """What is timed, as (kind, bytes, ranks): messages, between two, in the first group only.
 
     Example:
-        >>> found = time_collectives(communicator)  # doctest: +SKIP
-        >>> keep_collectives(cache, describe_environment(), found, "gloo")  # doctest: +SKIP
-
-    Args:
-        cache: where they are kept, in place of earlier ones.
-        environment: of every rank.
-        timings: from `time_collectives`.
-        backend: what carried them out: ``gloo`` or ``nccl``.
-        link: class of the slowest link that the groups cross.
-        num_nodes: over how many nodes each group is spread.
+        >>> collective_cases([4096], [Collective.ALL_REDUCE, Collective.SEND], [2, 3])[1:]
+        [(<Collective.SEND: 'send'>, 4096, 2), (<Collective.ALL_REDUCE: 'all-reduce'>, 4104, 3)]
     """
-    for timing in timings:
-        if timing.later:
-            continue
-        key = CollectiveKey(
-            environment, timing.kind, timing.nbytes, timing.size, backend, link, num_nodes
-        )
-        cache.put_collective(key, Measurement(timing.seconds, timing.spread, timing.repeats))
+    return [
+        (kind, -(-nbytes // (4 * size)) * 4 * size, size)
+        for number, size in enumerate(groups)
+        for kind in kinds
+        for nbytes in sizes
+        if number == 0 or kind is not Collective.SEND
+    ]
 
 
 def _collective(peers: Peers, kind: Collective, numel: int, size: int) -> Callable[[], object]:

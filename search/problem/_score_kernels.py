@@ -224,7 +224,7 @@ def measure_stage(stage: int, choice: Ints, profile: Ints, tensors: MeasuredTens
             profile[3 + which] = max(profile[3 + which], alive)
 
 
-@uncounted(cache=True)
+@uncounted(cache=True, steps=lambda *given: 50.0 * given[-1].base.size)
 def measure_stages(choice: Ints, profiles: Ints, tensors: MeasuredTensors) -> None:
     """`measure_stage` of all, a row each."""
     for stage in range(profiles.shape[0]):

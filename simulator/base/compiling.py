@@ -9,13 +9,15 @@ bounds then: ``NUMBA_BOUNDSCHECK=1`` makes it an `IndexError`.
 
 Nothing is done twice that would be thrown away. A kernel that only kernels call is optimised, and
 made machine code, as a part of those (`InnerLibrary`); numba does both for each by itself, too.
-Where several processes need a kernel, one compiles it and the others wait (`KernelCache`).
+Where several processes need a kernel, one compiles it and the others wait (`KernelCache`). What
+little is asked of a kernel before it is compiled, Python does (`PythonTier`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +26,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import numpy as np
 from numba import njit
 from numba.core import ir, types
 from numba.core.caching import FunctionCache
@@ -49,6 +52,10 @@ class CompiledKernel(Protocol[Given, Found]):
 
 LONGEST_WAIT = 120.0
 """Seconds for another process to compile a kernel in: none takes half as long."""
+PATIENCE = 0.2
+"""Seconds that Python may spend on calls of a kernel, all together, before it is compiled."""
+MOST_STEPS = 200_000
+"""Of a call that Python does, at about half a microsecond each."""
 UNREADABLE = AttributeError, ImportError, EOFError, pickle.UnpicklingError
 """What reading a kept kernel raises where it was written by code that named what is no more."""
 ENVIRONMENT_OF, WRAPPER = "_ZN08NumbaEnv", "_ZN7cpython"
@@ -315,8 +322,85 @@ def _warn_not_kept() -> None:
     )
 
 
+def in_python(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """A kernel's function with the functions of all kernels that it calls, to run in Python.
+
+    Example:
+        >>> import numpy as np
+        >>> in_python(lambda array, index: array[index])(np.array([3, 4]), 1)
+        4
+    """
+    found: Callable[Given, Found] = _in_python(function, {})
+    return found
+
+
+def _in_python(function: Any, known: dict[int, Any]) -> Any:
+    found = known.get(id(function))
+    if found is None:
+        within = dict(function.__globals__)
+        named, given = function.__name__, function.__defaults__
+        found = FunctionType(function.__code__, within, named, given, function.__closure__)
+        known[id(function)] = found
+        names: set[str] = set()
+        _describe_code(function.__code__, names, [])
+        for name in names & within.keys():
+            if hasattr(within[name], "py_func"):
+                within[name] = _in_python(within[name].py_func, known)
+    return found
+
+
+class PythonTier:
+    """Lets Python do small calls of a kernel that nothing was compiled of, until they add up.
+
+    numba asks an instance what to call where it has compiled nothing for the types of arguments.
+    To compile what a prediction needs takes six seconds, and Python does it in a fifth of one.
+
+    Args:
+        made: the kernel.
+        cache: knows whether it was compiled before.
+        steps: about how many steps a call takes, given its arguments.
+    """
+
+    def __init__(self, made: Any, cache: KernelCache, steps: Callable[..., float]) -> None:
+        self._compile, self._function = made._compile_for_args, made.py_func
+        self._cache, self._steps = cache, steps
+        self._spent = 0.0
+
+    def __call__(self, *given: Any) -> Callable[..., Any]:
+        """What to call with these arguments."""
+        if self._spent > PATIENCE or self._steps(*given) > MOST_STEPS or self._cache.is_kept:
+            compiled: Callable[..., Any] = self._compile(*given)
+            return compiled
+        return self._run
+
+    @cached_property
+    def _python(self) -> Callable[..., Any]:
+        return in_python(self._function)
+
+    def _run(self, *given: Any) -> Any:
+        begun = time.perf_counter()
+        with np.errstate(all="ignore"):  # As compiled code does.
+            found = self._python(*given)
+        self._spent += time.perf_counter() - begun
+        return _plain(found)
+
+
+def _plain(found: Any) -> Any:
+    """What compiled code gives back: numbers of Python, also in tuples."""
+    if isinstance(found, np.generic):
+        return found.item()
+    if isinstance(found, tuple):
+        made = [_plain(each) for each in found]
+        return type(found)(*made) if hasattr(found, "_fields") else tuple(made)
+    return found
+
+
 def kernel(
-    *, cache: bool = False, inner: bool = False, **options: Any
+    *,
+    cache: bool = False,
+    inner: bool = False,
+    steps: Callable[..., float] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[Given, Found]], CompiledKernel[Given, Found]]:
     """`numba.njit` for kernels, which count from the front.
 
@@ -327,6 +411,9 @@ def kernel(
     Of an ``inner`` kernel, which only kernels call, nothing is made that Python could call: to
     take its arguments apart is a good part of what a kernel of many arrays takes to compile.
     Calling one from Python is a `TypeError`.
+
+    Where it is said how many `steps` a call takes, given its arguments, few are done by Python
+    while nothing was compiled, see `PythonTier`.
 
     Example:
         >>> import numpy as np
@@ -345,6 +432,8 @@ def kernel(
             try:
                 made._cache = KernelCache(function)  # type: ignore[no-untyped-call]
                 made._compiler.compile = made._cache.watched(made._compiler.compile)
+                if steps is not None:
+                    made._compile_for_args = PythonTier(made, made._cache, steps)
             except RuntimeError as error:
                 if "cannot cache" not in str(error):
                     raise

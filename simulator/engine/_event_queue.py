@@ -237,7 +237,9 @@ def hold_resources(
     return start, end
 
 
-@uncounted(cache=True)
+@uncounted(
+    cache=True, steps=lambda graph, _: 10.0 * (graph.durations.size + graph.successors.size)
+)
 def simulate_tasks(graph: TaskArrays, space: Workspace) -> int:
     """Play a task graph: tasks in order of (ready time, id), each as soon as its resources allow.
 
@@ -286,7 +288,7 @@ def simulate_tasks(graph: TaskArrays, space: Workspace) -> int:
     return makespan if num_ended == graph.durations.size else -1
 
 
-@kernel(cache=True)
+@kernel(cache=True, steps=lambda _, successors, counts: 3.0 * (successors.size + counts.size))
 def find_cycle_task(successor_offsets: Ints, successors: Ints, num_predecessors: Ints) -> int:
     """Return a task on a cycle, or -1 if there is no cycle.
 

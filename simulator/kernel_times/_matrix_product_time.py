@@ -21,11 +21,14 @@ DEPTH_STEP = 32
 """A tile's loop advances along the reduction by so much."""
 
 
+STEPS = 400.0
+"""That a product takes, about."""
+
 DeviceRates = tuple[float, float, float]
 """Processors of a device, FLOP/s of all of them, bytes/s of its memory."""
 
 
-@kernel(cache=True)
+@kernel(cache=True, steps=lambda *_: STEPS)
 def product_seconds(
     rows: float,
     columns: float,
@@ -79,7 +82,7 @@ def product_seconds(
     return seconds
 
 
-@kernel(cache=True)
+@kernel(cache=True, steps=lambda products, *_: STEPS * len(products))
 def all_product_seconds(
     products: Floats, flop_rates: Floats, units: float, byte_rate: float, constants: Floats
 ) -> Floats:

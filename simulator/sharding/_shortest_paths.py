@@ -8,7 +8,7 @@ import numpy.typing as npt
 from stratagem.simulator.base.compiling import kernel
 
 
-@kernel(cache=True)
+@kernel(cache=True, steps=lambda weights, *_: 2.0 * len(weights) ** 3)
 def shortest_paths(
     weights: npt.NDArray[np.float64],
     seconds: npt.NDArray[np.float64],

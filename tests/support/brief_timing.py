@@ -18,7 +18,8 @@ from stratagem.calibration import measured_links
 from stratagem.calibration.executor_measurements import measure_collectives
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.timing import session
-from stratagem.profiler.timing.collective_timing import CollectiveTiming
+from stratagem.profiler.timing.collective_timing import CollectiveTiming, collective_cases
+from stratagem.profiler.timing.kept_collectives import LinkCases
 from stratagem.profiler.timing.operator_timing import Effort, time_operator
 from stratagem.simulator.base.files import decode, encode, read_text, write_text
 
@@ -50,7 +51,12 @@ def _no_load(num_processes: int, *, threads: int) -> BackgroundLoad:
 
 
 def collectives_timed_once(
-    num_processes: int, *, backend: Any = "gloo", timeout: float = 300.0, repeats: int = 3
+    num_processes: int,
+    *,
+    backend: Any = "gloo",
+    timeout: float = 300.0,
+    repeats: int = 3,
+    few: bool = False,
 ) -> list[CollectiveTiming]:
     """What `measure_collectives` finds, which takes the processes of all tests one measurement."""
     kept = Path(os.environ[FOLDER]) / f"{backend}-{num_processes}.json"
@@ -59,7 +65,15 @@ def collectives_timed_once(
         if not kept.exists():
             found = _WHOLE[2](num_processes, backend=backend, timeout=timeout, repeats=repeats)
             write_text(kept, encode(found))
-    return decode(read_text(kept, "collectives"), list[CollectiveTiming], "collectives")
+    timed = decode(read_text(kept, "collectives"), list[CollectiveTiming], "collectives")
+    return few_of(timed, backend) if few else timed
+
+
+def few_of(timed: list[CollectiveTiming], backend: Any) -> list[CollectiveTiming]:
+    """What `measure_collectives` finds of a `few`, of all."""
+    asked = LinkCases.of_few(max(each.size for each in timed), backend)
+    cases = collective_cases(asked.sizes, asked.kinds, asked.groups)
+    return [each for each in timed if (each.kind, each.nbytes, each.size) in cases]
 
 
 def begin() -> None:

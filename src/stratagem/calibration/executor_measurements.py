@@ -274,6 +274,7 @@ def measure_collectives(
     backend: ProcessBackend = "gloo",
     timeout: float = 300.0,
     repeats: int = REPEATS,
+    few: bool = False,
 ) -> list[CollectiveTiming]:
     """Times of all collectives between processes of this machine, in groups of 2, 4, 8, ….
 
@@ -286,6 +287,7 @@ def measure_collectives(
         backend: ``gloo`` on CPUs, ``nccl`` with a GPU for each.
         timeout: seconds that all of it may take.
         repeats: of each collective in a row, as in `time_collectives`.
+        few: only what shows whether a link is as it was (`LinkCases.of_few`).
 
     Raises:
         ValueError: when `num_processes` is below 2.
@@ -296,8 +298,9 @@ def measure_collectives(
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
     with rank_scratch("stratagem.calibration.link_worker", num_processes, backend) as scratch:
         path = scratch.folder / "timings.json"
+        command = ["stratagem.calibration.link_worker", str(path), backend, str(repeats)]
         run_ranks(
-            ["stratagem.calibration.link_worker", str(path), backend, str(repeats)],
+            [*command, "few"] if few else command,
             num_processes,
             timeout=timeout,
             scratch=scratch,

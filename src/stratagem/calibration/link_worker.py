@@ -1,4 +1,4 @@
-"""One rank of a link measurement, under torchrun: `link_worker FILE BACKEND REPEATS`."""
+"""One rank of a link measurement, under torchrun: `link_worker FILE BACKEND REPEATS [few]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 import torch
 
 from stratagem.executor.running.world import join
-from stratagem.profiler.timing.collective_timing import CUDA_SIZES, SIZES, time_collectives
+from stratagem.profiler.timing.collective_timing import time_collectives
+from stratagem.profiler.timing.kept_collectives import LinkCases
 from stratagem.simulator.base.files import encode, write_text
 from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 
@@ -16,14 +17,13 @@ from stratagem.simulator.plan.provenance import PROCESS_BACKENDS
 def main() -> None:
     """Time collectives with the other ranks; rank 0 writes what it finds to the file."""
     gc.freeze()  # What is imported so far is no garbage; to look through it takes a second.
-    path, name, repeats = sys.argv[1:]
+    path, name, repeats, *few = sys.argv[1:]
     (backend,) = (each for each in PROCESS_BACKENDS if each == name)
     torch.set_num_threads(1)
     with join(backend) as communicator, communicator.working():
         world = communicator.world_size
-        groups = sorted({world, *(2**k for k in range(1, world.bit_length()) if 2**k <= world)})
-        sizes = SIZES if communicator.device.type == "cpu" else CUDA_SIZES
-        timings = time_collectives(communicator, sizes, groups=groups, repeats=int(repeats))
+        cases = (LinkCases.of_few if few else LinkCases.of_all)(world, backend)
+        timings = time_collectives(communicator, **cases._asdict(), repeats=int(repeats))
         if communicator.rank == 0:
             write_text(path, encode(timings))
 

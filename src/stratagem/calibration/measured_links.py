@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,12 @@ from stratagem.executor.cuda.own_gpu import check_gpus
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.machine.device_clocks import describe_environment
 from stratagem.profiler.timing.collective_fits import CollectiveFit, fit_collectives, fit_link
-from stratagem.profiler.timing.collective_timing import keep_collectives
+from stratagem.profiler.timing.kept_collectives import (
+    LinkCases,
+    are_as_before,
+    keep_collectives,
+    kept_collectives,
+)
 from stratagem.profiler.timing.link_fits import FittedLinks, fitted_links
 from stratagem.simulator.base.tables import Table, Unit
 from stratagem.simulator.hardware.cluster import Cluster
@@ -52,7 +58,9 @@ class MeasuredCluster:
         )
 
 
-def measured_links(cluster: Cluster, *, cache: str | Path | None = None) -> MeasuredCluster:
+def measured_links(
+    cluster: Cluster, *, cache: str | Path | None = None, anew: bool = True
+) -> MeasuredCluster:
     """`cluster` with the link in a node as measured between devices of this machine now.
 
     With GPUs, so is what the host takes to launch a kernel. All else stays as it is given, the
@@ -61,6 +69,8 @@ def measured_links(cluster: Cluster, *, cache: str | Path | None = None) -> Meas
     Args:
         cluster: of one device type, CPUs or the GPU of this machine.
         cache: the timing cache that keeps the times of the collectives.
+        anew: whether all of them are measured; if not, a few are, and those that are kept count
+            where these are as before.
 
     Raises:
         ValueError: as `device_here` does.
@@ -73,13 +83,20 @@ def measured_links(cluster: Cluster, *, cache: str | Path | None = None) -> Meas
         cluster = measured_host(cluster)
     if count == 1:
         return MeasuredCluster(cluster)
-    timings = measure_collectives(count, backend=backend)
     on_cpu = backend == "gloo"
     name = LOOPBACK if on_cpu else given.name
     device, load = ("cpu", count - 1) if on_cpu else ("cuda", 0)
     environment = describe_environment(device, load=load)
     with TimingCache(cache) as kept:
-        keep_collectives(kept, environment, timings, backend, link=name)
+        asked = LinkCases.of_all(count, backend)
+        find = partial(kept_collectives, kept, environment, asked, backend, link=name)
+        timings = None if anew else find()
+        if timings is None or not are_as_before(
+            timings, measure_collectives(count, backend=backend, few=True)
+        ):
+            measured = measure_collectives(count, backend=backend)
+            keep_collectives(kept, environment, measured, backend, link=name)
+            timings = find() or measured  # A later call finds the same cluster, to the last bit.
     link = replace(fit_link(timings, name, shares_compute=on_cpu), num_cards=given.num_cards)
     return MeasuredCluster(replace(cluster, intra_node=link), tuple(fit_collectives(timings)))
 
