@@ -120,11 +120,14 @@ def _resolved(path: P) -> P:
     return path if path is None else path.resolve()
 
 
-def rank_scratch(module: str, num_ranks: int, backend: ProcessBackend) -> Scratch:
+def rank_scratch(
+    module: str, num_ranks: int, backend: ProcessBackend, *, others_follow: bool = False
+) -> Scratch:
     """The folder of a run whose ranks run a module, one of ours, as a context.
 
     From the second run on that a process begins in the same environment, ranks that talk by
-    ``gloo`` are forked from one that stays for a while with what they import.
+    ``gloo`` are forked from one that stays for a while with what they import; from the first on,
+    where `others_follow`.
 
     Example:
         >>> with rank_scratch("stratagem.executor", 2, "gloo") as scratch:
@@ -133,7 +136,8 @@ def rank_scratch(module: str, num_ranks: int, backend: ProcessBackend) -> Scratc
     """
     if backend != "gloo":
         return Scratch()
-    return Scratch(keeper_for(module, _environment(num_ranks, ours=True)))
+    environment = _environment(num_ranks, ours=True)
+    return Scratch(keeper_for(module, environment, others_follow=others_follow))
 
 
 def run_ranks(

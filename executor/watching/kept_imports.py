@@ -2,7 +2,8 @@
 
 The first run of a caller imports torch and the executor for its ranks; most callers run one. A
 second one in the same environment has them imported by a process that stays (`fork_server`), so
-that those behind it begin in an instant.
+that those behind it begin in an instant; so has a first one that others follow as a rule, such as
+the measurement of a link.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def spawned_keeper(folder: Path) -> RunKeeper:
     )
 
 
-def keeper_for(module: str, environment: Mapping[str, str]) -> BeginKeeper:
+def keeper_for(
+    module: str, environment: Mapping[str, str], *, others_follow: bool = False
+) -> BeginKeeper:
     """What begins the keeper of a run whose ranks are forked.
 
     Example:
@@ -80,10 +83,11 @@ def keeper_for(module: str, environment: Mapping[str, str]) -> BeginKeeper:
     Args:
         module: what the ranks run, one of ours. Where it is to be forked it is imported here.
         environment: of the run, without what is said of this run only.
+        others_follow: whether a first run in an environment is taken for one of several.
     """
     with _LOCK:
         _ENDING[:] = [each for each in _ENDING if each.poll() is None]
-        return _kept().keeper_for(module, environment)
+        return _kept().keeper_for(module, environment, others_follow)
 
 
 @atexit.register
@@ -200,14 +204,17 @@ class _KeptServer:
         self._server: _Server | None = None
         self._unsafe: set[str] = set()
 
-    def keeper_for(self, module: str, environment: Mapping[str, str]) -> BeginKeeper:
+    def keeper_for(
+        self, module: str, environment: Mapping[str, str], others_follow: bool
+    ) -> BeginKeeper:
         """What `keeper_for` says; modules that cannot be forked are known from then on."""
         told = {name: each for name, each in environment.items() if name not in CHANGING}
         inherited = _inherited()
         if (told, inherited) != (self._environment, self._inherited):
             self.close()
             self._environment, self._inherited, self._unsafe = told, inherited, set()
-            return spawned_keeper
+            if not others_follow:
+                return spawned_keeper
         if module in self._unsafe or not _can_stay(told):
             return spawned_keeper
         if not self._is_loaded(module, told):

@@ -296,9 +296,10 @@ def measure_collectives(
     """
     if num_processes < 2:
         raise ValueError(f"num_processes is {num_processes}; a link is between at least 2")
-    with rank_scratch("stratagem.calibration.link_worker", num_processes, backend) as scratch:
+    worker = "stratagem.calibration.link_worker"
+    with rank_scratch(worker, num_processes, backend, others_follow=True) as scratch:
         path = scratch.folder / "timings.json"
-        command = ["stratagem.calibration.link_worker", str(path), backend, str(repeats)]
+        command = [worker, str(path), backend, str(repeats)]
         run_ranks(
             [*command, "few"] if few else command,
             num_processes,

@@ -76,6 +76,15 @@ def begun(run: Run, module: str, *words: str, look: Path | None = None) -> int |
     return code
 
 
+def test_a_first_run_that_others_follow_is_forked_too(run: Run) -> None:
+    """A link was measured by one program and the plan run by another: both imported torch."""
+    with Scratch(keeper_for("a_rank", run.settings, others_follow=True)) as scratch:
+        assert isinstance(scratch._keeper, ForkedKeeper)
+    (server,) = servers()
+    assert begun(run, "a_rank", str(run.place), "drawn") == 0
+    assert servers() == [server]
+
+
 @pytest.mark.slow
 def test_a_rank_finds_what_a_first_run_gives_it(run: Run) -> None:
     """The environment, arguments, paths, signals and files of a program of its own."""
