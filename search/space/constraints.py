@@ -314,6 +314,9 @@ class Space(TriedOptions, Constraints):
     __repr__ = shown
 
 
+_Condition = Callable[[Operator, Choice, DeviceMesh, Cluster], bool]
+
+
 class BoundConstraints:
     """Constraints on plans for one model."""
 
@@ -349,40 +352,69 @@ class BoundConstraints:
         return ""
 
     @cached_property
+    def _conditions(self) -> tuple[_Condition, ...]:
+        """What every choice must meet: one for each constraint on choices that is given."""
+        c = self.constraints
+        given: tuple[tuple[_Condition, bool], ...] = (
+            (self._is_pinned_so, bool(self._pins)),
+            (self._is_on_no_forbidden, bool(self._forbid)),
+            (self._is_on_required, bool(self._require)),
+            (self._has_zero_stage, c.zero_stages is not None),
+            (self._has_few_tensor_ways, (c.tensor or c.max_tensor) is not None),
+            (self._meets_rules, bool(self._choice_rules)),
+        )
+        return tuple(condition for condition, is_given in given if is_given)
+
+    @property
     def allows_all(self) -> bool:
         """Whether every operator may have every choice."""
-        c = self.constraints
-        named = self._pins or self._forbid or self._require or self._choice_rules
-        return not named and c.zero_stages is None and (c.tensor or c.max_tensor) is None
+        return not self._conditions
 
     def allows(
         self, operator: Operator, choice: Choice, mesh: DeviceMesh, cluster: Cluster
     ) -> bool:
         """Whether an operator may have a choice on a mesh of a cluster."""
-        c, config = self.constraints, choice.config
+        return all(meets(operator, choice, mesh, cluster) for meets in self._conditions)
+
+    def _is_pinned_so(self, operator: Operator, choice: Choice, *_: object) -> bool:
         pinned = self._pins.get(operator.name)
-        if pinned is not None and config != pinned:
-            return False
-        for dim, axis in self._forbid.get(operator.name, ()):
-            if any(
-                config[k] == Shard(dim) for k in _axes_called(axis, mesh, cluster.devices_per_node)
-            ):
-                return False
+        return pinned is None or choice.config == pinned
+
+    def _is_on_no_forbidden(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, cluster: Cluster
+    ) -> bool:
+        return not any(
+            choice.config[k] == Shard(dim)
+            for dim, axis in self._forbid.get(operator.name, ())
+            for k in _axes_called(axis, mesh, cluster.devices_per_node)
+        )
+
+    def _is_on_required(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, cluster: Cluster
+    ) -> bool:
         for dim, axis in self._require.get(operator.name, ()):
             axes = _axes_called(axis, mesh, cluster.devices_per_node)
-            if axes and all(config[k] != Shard(dim) for k in axes):
+            if axes and all(choice.config[k] != Shard(dim) for k in axes):
                 return False
-        stages = c.zero_stages
-        if (
-            stages is not None
-            and choice.zero not in stages
-            and choice.zero
-            not in zero_stages_of(self._graph, operator, config, mesh.shape, stages)
-        ):
-            return False
-        most = c.tensor or c.max_tensor
-        if most is not None and tensor_ways(operator, config, mesh.shape) > most:
-            return False
+        return True
+
+    def _has_zero_stage(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, _: Cluster
+    ) -> bool:
+        stages = self.constraints.zero_stages or ()
+        return choice.zero in stages or choice.zero in zero_stages_of(
+            self._graph, operator, choice.config, mesh.shape, stages
+        )
+
+    def _has_few_tensor_ways(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, _: Cluster
+    ) -> bool:
+        most = self.constraints.tensor or self.constraints.max_tensor
+        return most is None or tensor_ways(operator, choice.config, mesh.shape) <= most
+
+    def _meets_rules(
+        self, operator: Operator, choice: Choice, mesh: DeviceMesh, _: Cluster
+    ) -> bool:
         return all(rule(operator, choice, mesh) for rule in self._choice_rules)
 
     def allows_skeleton(self, skeleton: Skeleton) -> bool:

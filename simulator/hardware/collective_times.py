@@ -81,7 +81,7 @@ def finished_share(kind: Collective, nbytes: float, size: int, link: AxisLink) -
 
     Of a ring's or hierarchical one that is one of n equal parts, as an all-reduce is a
     reduce-scatter and an all-gather. The roots of two trees have a half each, and all of a sum
-    comes to one member of a reduce.
+    comes to one member of a reduce, as it does where nothing is known of an algorithm.
 
     Example:
         >>> link = AxisLink(1e-6, 1e-9, False, False)
@@ -91,7 +91,8 @@ def finished_share(kind: Collective, nbytes: float, size: int, link: AxisLink) -
     if kind is Collective.REDUCE:
         return 1.0
     times = algorithm_times(kind, nbytes, size, link.of(kind))
-    return 0.5 if min(times, key=times.__getitem__) is Algorithm.TREE else 1 / size
+    share = {Algorithm.RING: 1 / size, Algorithm.HIERARCHICAL: 1 / size, Algorithm.TREE: 0.5}
+    return share.get(min(times, key=times.__getitem__), 1.0)
 
 
 def algorithm_times(

@@ -152,11 +152,16 @@ def _traffic_cost(
     device: DeviceType,
     memory: MemoryConstants,
 ) -> Costs:
-    """What an operator that moves bytes takes at its family's share of the bandwidth."""
-    backward = direction is Direction.BACKWARD
+    """What an operator takes whose bytes move at its family's share of the bandwidth.
+
+    Vector units keep up with the operations of what torch has; a kind of one's own may have more.
+    """
+    backward, kind = direction is Direction.BACKWARD, kind_of(operator)
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
-    family = kind_of(operator).traffic.family(operator) + ("_backward" if backward else "")
-    return _memory_cost(moved, family, device, memory)
+    family = kind.traffic.family(operator) + ("_backward" if backward else "")
+    cost = _memory_cost(moved, family, device, memory)
+    flops = kind.flops(operator, sizes) * (kind.backward_flops if backward else 1.0)
+    return cost._replace(seconds=larger(cost.seconds, flops / (device.vector_tflops * 1e12)))
 
 
 def _rounded_first(

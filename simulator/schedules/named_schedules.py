@@ -331,7 +331,8 @@ def register_schedule(record: ScheduleRecord) -> None:
 
     Raises:
         ValueError: the name is taken, or what it makes of two or four stages on two ranks, with
-            four microbatches, is incomplete or deadlocks.
+            four microbatches, is incomplete, of other sizes or deadlocks, or updates weights amid
+            a step otherwise than behind each microbatch, with weights stashed.
     """
     if record.name in SCHEDULES:
         raise ValueError(
@@ -339,7 +340,7 @@ def register_schedule(record: ScheduleRecord) -> None:
             "under another name"
         )
     made = [record.made(Sizes(stages, 4, 2)) for stages in (2, 4)]
-    for schedule in filter(None, made) if any(made) else [record.make(Sizes(2, 4, 2))]:
+    for schedule in filter(None, made) if any(made) else [_made(record, Sizes(2, 4, 2))]:
         validate(schedule)
     SCHEDULES[record.name] = record
 
@@ -350,8 +351,10 @@ def registered_schedules() -> dict[str, ScheduleRecord]:
 
 
 @lru_cache(maxsize=REMEMBERED_SCHEDULES)
-def _made(make: Callable[[Sizes], Schedule], sizes: Sizes) -> Schedule:
-    return make(sizes)
+def _made(record: ScheduleRecord, sizes: Sizes) -> Schedule:
+    schedule = record.make(sizes)
+    record.check_made(schedule, sizes)
+    return schedule if schedule.name == record.name else replace(schedule, name=record.name)
 
 
 def record_of(name: str) -> ScheduleRecord:
@@ -400,7 +403,7 @@ def schedule_by_name(
     """
     ranks = num_stages if num_ranks is None else num_ranks
     sizes = Sizes(num_stages, num_microbatches, ranks, num_slices)
-    schedule = _made(record_of(name).make, sizes)
+    schedule = _made(record_of(name), sizes)
     if schedule.num_slices != num_slices:
         slicing = (n for n, each in SCHEDULES.items() if slices_tokens(each))
         raise ValueError(

@@ -83,9 +83,32 @@ class ScheduleRecord:
         """The schedule of some sizes, on so many ranks; None where there is none."""
         try:
             schedule = self.make(sizes)
+            self.check_made(schedule, sizes)
         except ValueError:
             return None
         return schedule if schedule.num_ranks == sizes.num_ranks else None
+
+    def check_made(self, schedule: Schedule, sizes: Sizes) -> None:
+        """Refuse what was made where it is not of the sizes asked for, or no plan can train by it.
+
+        Raises:
+            ValueError: naming both numbers.
+        """
+        for what in ("num_stages", "num_microbatches"):
+            asked, found = getattr(sizes, what), getattr(schedule, what)
+            if asked != found:
+                raise ValueError(
+                    f"schedule {self.name!r} was asked for {asked} {what[4:]} and made {found}: "
+                    "its record must make what is asked for, or raise a ValueError"
+                )
+        every = schedule.update_every
+        if every is not None and (every != 1 or not schedule.stashes_weights):
+            stashing = "" if schedule.stashes_weights else ", with no weights stashed"
+            raise ValueError(
+                f"schedule {self.name!r} updates weights every {every} microbatches{stashing}: "
+                "plans train by one update a step (leave update_every out), or by one behind "
+                "each microbatch (update_every=1 with stashes_weights)"
+            )
 
     def accepts(self, sizes: Sizes) -> bool:
         """Whether there is such a schedule of some sizes; setups ask for the same ones often."""

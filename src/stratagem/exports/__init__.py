@@ -63,7 +63,8 @@ def lossless_exports(
 ) -> tuple[str, ...]:
     """The formats of `PROGRAMS` by which nothing is lost.
 
-    The plan that they say fits, and is predicted to take at most `LOSSLESS` longer.
+    The plan that they say fits, and is predicted to take at most `LOSSLESS` longer. None can say
+    that products are in another format than what is stored.
 
     Example:
         >>> from stratagem.searcher.space.training_setup import TrainingSetup
@@ -80,7 +81,7 @@ def lossless_exports(
         step_time: predicted seconds of the plan, where they are known.
         check: called before each format is tried; may raise where there is no time left.
     """
-    if graph.is_forward:
+    if graph.is_forward or plan.training.multiplying_as_stored() != plan.training:
         return ()
     prices, memory = costs_or_default(costs), RowMemory()
     if step_time is None:
@@ -88,16 +89,11 @@ def lossless_exports(
     found = []
     for target in PROGRAMS:
         check()
-        nearest = FORMATS[target](_sayable(plan), graph).nearest
+        nearest = FORMATS[target](plan, graph).nearest
         said = simulate_plan(nearest, graph, prices, memory=memory)
         if said.fits and said.step_time <= (1.0 + LOSSLESS) * step_time:
             found.append(target)
     return tuple(found)
-
-
-def _sayable(plan: Plan) -> Plan:
-    """A plan with a training that formats can say."""
-    return replace(plan, training=plan.training.multiplying_as_stored())
 
 
 def export(
@@ -143,7 +139,8 @@ def export(
         )
     prices, memory = costs_or_default(costs), RowMemory()
     simulated = simulate_plan(plan, graph, prices, memory=memory)
-    draft = FORMATS[target](_sayable(plan), graph)
+    sayable = replace(plan, training=plan.training.multiplying_as_stored())
+    draft = FORMATS[target](sayable, graph)
     nearest = replace(draft.nearest, name=f"{plan.name}, as {target} says it")
     again = simulate_plan(nearest, graph, prices, memory=memory)
     made = Export(

@@ -18,7 +18,8 @@ from stratagem.profiler import CollectiveTiming, TimingCache, fit_link, time_col
 from stratagem.profiler.cache.timing_keys import CollectiveKey, Measurement
 from stratagem.profiler.timing.collective_timing import LATER_SIZES, collective_cases
 from stratagem.profiler.timing.kept_collectives import (
-    ALIKE,
+    LARGE_ALIKE,
+    SMALL_ALIKE,
     LinkCases,
     are_as_before,
     keep_collectives,
@@ -113,11 +114,12 @@ def test_latency_and_bandwidth_are_both_as_before(small: float, large: float) ->
     """A link that is twice as fast and has half the bandwidth is another one."""
     before = timings()
     few = few_of(before, "gloo")
-    most = max(each.nbytes for each in few)
-    assert {each.nbytes < most for each in few} == {True, False}
-    now = [replace(e, seconds=e.seconds * (large if e.nbytes == most else small)) for e in few]
-    near = [1 / (1 + ALIKE) + 1e-9 < scale < 1 + ALIKE - 1e-9 for scale in (small, large)]
-    far = [not 1 / (1 + ALIKE) - 1e-9 < scale < 1 + ALIKE + 1e-9 for scale in (small, large)]
+    largest = max(each.nbytes for each in few)
+    assert {each.nbytes < largest for each in few} == {True, False}
+    now = [replace(e, seconds=e.seconds * (large if e.nbytes == largest else small)) for e in few]
+    sides = (small, 1 + SMALL_ALIKE), (large, 1 + LARGE_ALIKE)
+    near = [1 / most + 1e-9 < scale < most - 1e-9 for scale, most in sides]
+    far = [not 1 / most - 1e-9 < scale < most + 1e-9 for scale, most in sides]
     if all(near):
         assert are_as_before(before, now)
     if any(far):
@@ -152,10 +154,10 @@ class TestLocalCluster:
 
     def test_all_are_measured_where_a_few_are_not_as_before(self, measured: list[bool]) -> None:
         sg.local_cluster(2)
-        self.scale = 1.5
+        self.scale = 1.6
         slower = sg.local_cluster(2)
         assert measured == [False, True, False]
-        assert slower.intra_node.latency_us == pytest.approx(1.5 * 300, rel=0.05)
+        assert slower.intra_node.latency_us == pytest.approx(1.6 * 300, rel=0.05)
         again = sg.local_cluster(2)  # Those are the kept ones now.
         assert measured == [False, True, False, True]
         assert again.to_json() == slower.to_json()

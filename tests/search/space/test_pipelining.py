@@ -148,9 +148,18 @@ def test_schedules_with_several_homes_updates_or_slices_are_not_searched(name: s
 def test_what_is_registered_must_be_new_and_whole() -> None:
     with pytest.raises(ValueError, match="'gpipe' is there already"):
         register_schedule(replace(SCHEDULES["1f1b"], name="gpipe"))
-    down = ScheduleRecord("upside down", lambda _: Schedule.parse("rank 0: 0B0 0F0"))
+
+    def upside_down(sizes: Sizes) -> Schedule:
+        orders = [
+            f"rank {s}: " + " ".join(f"{s}B{m} {s}F{m}" for m in range(sizes.num_microbatches))
+            for s in range(sizes.num_stages)
+        ]
+        return Schedule.parse("\n".join(orders))
+
     with pytest.raises(ValueError, match="deadlocks"):
-        register_schedule(down)
+        register_schedule(ScheduleRecord("upside down", upside_down))
+    with pytest.raises(ValueError, match="asked for 2 stages and made 1"):
+        register_schedule(ScheduleRecord("one", lambda _: Schedule.parse("rank 0: 0F0 0B0")))
     assert registered_schedules() == {}
 
 

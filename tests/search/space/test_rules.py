@@ -120,3 +120,20 @@ def test_the_names_of_rules_are_told(graph: OperatorGraph) -> None:
     never = sg.Rule("never", skeletons=lambda skeleton: False)
     with pytest.raises(ValueError, match=r"meets the constraints .*Rule\(name='never'\)"):
         search(graph, never)
+
+
+def test_each_condition_is_asked_where_its_constraint_is_given(graph: OperatorGraph) -> None:
+    """A new one in `allows` was passed over, where another property said that all is allowed."""
+    given: dict[str, sg.Space] = {
+        "_is_pinned_so": sg.Space(pin={"layers.0": (Shard("sample"),)}),
+        "_is_on_no_forbidden": sg.Space(forbid=(("sample", "data"),)),
+        "_is_on_required": sg.Space(require=(("sample", "data"),)),
+        "_has_zero_stage": sg.Space(zero_stages=(0,)),
+        "_has_few_tensor_ways": sg.Space(max_tensor=1),
+        "_meets_rules": sg.Space(rules=RULES[:1]),
+    }
+    assert sg.Space().bind(graph).allows_all
+    for name, space in given.items():
+        bound = space.bind(graph)
+        assert [each.__name__ for each in bound._conditions] == [name]
+        assert not bound.allows_all

@@ -6,6 +6,7 @@ import ast
 import importlib
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +16,9 @@ from benchmarks.schedules import bubble_line, cases
 from stratagem.simulator.schedules.actions import Schedule
 from stratagem.simulator.schedules.named_schedules import (
     SCHEDULES,
+    one_f_one_b,
     plain_schedules,
+    register_schedule,
     schedule_by_name,
     with_rounds,
 )
@@ -149,3 +152,58 @@ def test_what_a_check_refuses_is_what_cannot_be_made(record: ScheduleRecord) -> 
     for stages, parts, ranks in itertools.product(range(9), range(9), range(5)):
         sizes = Sizes(stages, parts, ranks)
         assert record.accepts(sizes) == (record.made(sizes) is not None), sizes
+
+
+class TestWhatARecordMakes:
+    """What a user's record makes was believed: half of a batch was trained, and called proved."""
+
+    @pytest.fixture(autouse=True)
+    def _none_is_left(self) -> Iterator[None]:
+        before = dict(SCHEDULES)
+        yield
+        SCHEDULES.clear()
+        SCHEDULES.update(before)
+
+    def test_fewer_microbatches_than_asked_for_are_refused(self) -> None:
+        record = ScheduleRecord(
+            "four at most", lambda s: one_f_one_b(s.num_stages, min(4, s.num_microbatches))
+        )
+        register_schedule(record)
+        assert schedule_by_name("four at most", 2, 4).num_microbatches == 4
+        assert not record.accepts(Sizes(2, 8, 2))
+        with pytest.raises(ValueError, match="asked for 8 microbatches and made 4"):
+            schedule_by_name("four at most", 2, 8)
+
+    def test_so_are_fewer_stages(self) -> None:
+        record = ScheduleRecord("two stages", lambda s: one_f_one_b(2, s.num_microbatches))
+        register_schedule(record)
+        with pytest.raises(ValueError, match="asked for 4 stages and made 2"):
+            schedule_by_name("two stages", 4, 4)
+
+    @pytest.mark.parametrize(("every", "stashes"), [(4, False), (2, True), (1, False), (8, True)])
+    def test_updates_by_which_no_plan_trains_are_refused(self, every: int, stashes: bool) -> None:
+        """Parameters moved four times as far as by one step, and nobody told."""
+
+        def make(sizes: Sizes) -> Schedule:
+            usual = one_f_one_b(sizes.num_stages, sizes.num_microbatches)
+            return replace(usual, update_every=every, stashes_weights=stashes)
+
+        with pytest.raises(ValueError, match=f"updates weights every {every} microbatches"):
+            register_schedule(ScheduleRecord("mine", make))
+        assert "mine" not in SCHEDULES
+
+    def test_updates_behind_each_microbatch_are_taken_with_stashes(self) -> None:
+        def make(sizes: Sizes) -> Schedule:
+            usual = one_f_one_b(sizes.num_stages, sizes.num_microbatches)
+            return replace(usual, update_every=1, stashes_weights=True)
+
+        register_schedule(ScheduleRecord("mine", make))
+        assert schedule_by_name("mine", 2, 4).update_every == 1
+
+    def test_what_is_made_is_called_as_the_record_is(self) -> None:
+        """Two rows of a comparison of schedules were called 1f1b."""
+        register_schedule(
+            ScheduleRecord("mine", lambda s: one_f_one_b(s.num_stages, s.num_microbatches))
+        )
+        assert schedule_by_name("mine", 2, 4).name == "mine"
+        assert schedule_by_name("mine", 2, 4) is schedule_by_name("mine", 2, 4)
