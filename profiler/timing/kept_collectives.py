@@ -49,6 +49,11 @@ class LinkCases(NamedTuple):
     groups: tuple[int, ...]
     later: bool
 
+    @property
+    def cases(self) -> list[tuple[Collective, int, int]]:
+        """(kind, bytes, ranks) of each but the sums that are needed later."""
+        return collective_cases(self.sizes, self.kinds, self.groups)
+
     @classmethod
     def of_all(cls, count: int, backend: ProcessBackend) -> LinkCases:
         """All that a link between `count` ranks is fitted to: in groups of 2, 4, 8, … of them.
@@ -132,7 +137,7 @@ def kept_collectives(
         backend: what carried them out.
         link: the name of the link.
     """
-    cases = [(each, False) for each in collective_cases(asked.sizes, asked.kinds, asked.groups)]
+    cases = [(each, False) for each in asked.cases]
     if asked.later:
         sums = itertools.product((Collective.ALL_REDUCE,), LATER_SIZES, asked.groups)
         cases += [(each, True) for each in sums]

@@ -413,7 +413,7 @@ def kernel(
     Calling one from Python is a `TypeError`.
 
     Where it is said how many `steps` a call takes, given its arguments, few are done by Python
-    while nothing was compiled, see `PythonTier`.
+    while nothing was compiled and kept (with ``cache``), see `PythonTier`.
 
     Example:
         >>> import numpy as np

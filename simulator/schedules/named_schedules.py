@@ -340,7 +340,7 @@ def register_schedule(record: ScheduleRecord) -> None:
             "under another name"
         )
     made = [record.made(Sizes(stages, 4, 2)) for stages in (2, 4)]
-    for schedule in filter(None, made) if any(made) else [_made(record, Sizes(2, 4, 2))]:
+    for schedule in filter(None, made) if any(made) else [record.checked(Sizes(2, 4, 2))]:
         validate(schedule)
     SCHEDULES[record.name] = record
 
@@ -352,9 +352,7 @@ def registered_schedules() -> dict[str, ScheduleRecord]:
 
 @lru_cache(maxsize=REMEMBERED_SCHEDULES)
 def _made(record: ScheduleRecord, sizes: Sizes) -> Schedule:
-    schedule = record.make(sizes)
-    record.check_made(schedule, sizes)
-    return schedule if schedule.name == record.name else replace(schedule, name=record.name)
+    return record.checked(sizes)
 
 
 def record_of(name: str) -> ScheduleRecord:

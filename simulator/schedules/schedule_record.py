@@ -9,7 +9,7 @@ search asks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
@@ -82,18 +82,18 @@ class ScheduleRecord:
     def made(self, sizes: Sizes) -> Schedule | None:
         """The schedule of some sizes, on so many ranks; None where there is none."""
         try:
-            schedule = self.make(sizes)
-            self.check_made(schedule, sizes)
+            schedule = self.checked(sizes)
         except ValueError:
             return None
         return schedule if schedule.num_ranks == sizes.num_ranks else None
 
-    def check_made(self, schedule: Schedule, sizes: Sizes) -> None:
-        """Refuse what was made where it is not of the sizes asked for, or no plan can train by it.
+    def checked(self, sizes: Sizes) -> Schedule:
+        """What `make` makes of some sizes, on whatever ranks, under the record's name.
 
         Raises:
-            ValueError: naming both numbers.
+            ValueError: there is none, it is of other sizes, or no plan can train by its updates.
         """
+        schedule = self.make(sizes)
         for what in ("num_stages", "num_microbatches"):
             asked, found = getattr(sizes, what), getattr(schedule, what)
             if asked != found:
@@ -109,6 +109,7 @@ class ScheduleRecord:
                 "plans train by one update a step (leave update_every out), or by one behind "
                 "each microbatch (update_every=1 with stashes_weights)"
             )
+        return schedule if schedule.name == self.name else replace(schedule, name=self.name)
 
     def accepts(self, sizes: Sizes) -> bool:
         """Whether there is such a schedule of some sizes; setups ask for the same ones often."""

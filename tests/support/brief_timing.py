@@ -18,7 +18,7 @@ from stratagem.calibration import measured_links
 from stratagem.calibration.executor_measurements import measure_collectives
 from stratagem.profiler.machine.background_load import BackgroundLoad
 from stratagem.profiler.timing import session
-from stratagem.profiler.timing.collective_timing import CollectiveTiming, collective_cases
+from stratagem.profiler.timing.collective_timing import CollectiveTiming
 from stratagem.profiler.timing.kept_collectives import LinkCases
 from stratagem.profiler.timing.operator_timing import Effort, time_operator
 from stratagem.simulator.base.files import decode, encode, read_text, write_text
@@ -71,8 +71,7 @@ def collectives_timed_once(
 
 def few_of(timed: list[CollectiveTiming], backend: Any) -> list[CollectiveTiming]:
     """What `measure_collectives` finds of a `few`, of all."""
-    asked = LinkCases.of_few(max(each.size for each in timed), backend)
-    cases = collective_cases(asked.sizes, asked.kinds, asked.groups)
+    cases = LinkCases.of_few(max(each.size for each in timed), backend).cases
     return [each for each in timed if (each.kind, each.nbytes, each.size) in cases]
 
 

@@ -16,7 +16,7 @@ from stratagem.calibration.executor_measurements import measure_collectives
 from stratagem.executor.backends.threads import run_local
 from stratagem.profiler import CollectiveTiming, TimingCache, fit_link, time_collectives
 from stratagem.profiler.cache.timing_keys import CollectiveKey, Measurement
-from stratagem.profiler.timing.collective_timing import LATER_SIZES, collective_cases
+from stratagem.profiler.timing.collective_timing import LATER_SIZES
 from stratagem.profiler.timing.kept_collectives import (
     LARGE_ALIKE,
     SMALL_ALIKE,
@@ -38,7 +38,7 @@ def timings(count: int = 2, scale: float = 1.0, wait: float = 0.0437) -> list[Co
     asked = LinkCases.of_all(count, "gloo")
     found = [
         CollectiveTiming(*case, scale * (3e-4 + case[1] * 1e-9), 0.1, 60, wait)
-        for case in collective_cases(asked.sizes, asked.kinds, asked.groups)
+        for case in asked.cases
     ]
     found += [
         CollectiveTiming(Collective.ALL_REDUCE, n, size, scale * (2e-4 + n * 1e-9), 0.2, 132, wait)
@@ -174,14 +174,12 @@ def test_a_few_are_timed_without_the_others() -> None:
     short = asked._replace(sizes=(256, 4096))
     one, other = run_local(2, lambda comm: time_collectives(comm, **short._asdict(), repeats=1))
     assert one == other
-    cases = collective_cases(short.sizes, short.kinds, short.groups)
-    assert [(e.kind, e.nbytes, e.size) for e in one] == cases
+    assert [(e.kind, e.nbytes, e.size) for e in one] == short.cases
     assert not any(each.later for each in one)
 
 
 @pytest.mark.slow
 def test_processes_measure_a_few() -> None:
     found = measure_collectives(2, few=True, repeats=1)
-    asked = LinkCases.of_few(2, "gloo")
-    cases = collective_cases(asked.sizes, asked.kinds, asked.groups)
+    cases = LinkCases.of_few(2, "gloo").cases
     assert [(each.kind, each.nbytes, each.size) for each in found] == cases
