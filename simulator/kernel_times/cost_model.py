@@ -285,7 +285,7 @@ class RooflineCosts(CostsByFormula):
         backward = direction is Direction.BACKWARD
         steps = operator.attributes.get("steps", ())
         kernels: Amounts = 1 if training.fused_elementwise else max(1, len(steps))
-        flops = kind.flops(operator, sizes) * (kind.backward_flops if backward else 1.0)
+        flops = kind.pass_flops(operator, sizes, backward=backward)
         moved: Amounts = tensor_bytes(operator, sizes, training) * kind.traffic.passes * kernels
         if backward:
             moved, kernels = 2.0 * moved, 2 * kernels

@@ -160,7 +160,7 @@ def _traffic_cost(
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
     family = kind.traffic.family(operator) + ("_backward" if backward else "")
     cost = _memory_cost(moved, family, device, memory)
-    flops = kind.flops(operator, sizes) * (kind.backward_flops if backward else 1.0)
+    flops = kind.pass_flops(operator, sizes, backward=backward)
     return cost._replace(seconds=larger(cost.seconds, flops / (device.vector_tflops * 1e12)))
 
 

@@ -199,6 +199,10 @@ class OperatorKind:
     asks_host: int | None = None
     as_source: Callable[[ProgramDraft, Remade], Reference] | None = None
 
+    def pass_flops(self, operator: Operator, sizes: Sizes, *, backward: bool) -> float:
+        """Operations of one pass of an operator of local sizes."""
+        return self.flops(operator, sizes) * (self.backward_flops if backward else 1.0)
+
     def held(self, operator: Operator) -> Mapping[int, InputValues]:
         """Per input of an operator what it holds, where that is not numbers of any size."""
         return self.values if self.values_of is None else self.values_of(operator)
