@@ -327,7 +327,7 @@ def in_python(function: Callable[Given, Found]) -> Callable[Given, Found]:
 
     Example:
         >>> import numpy as np
-        >>> in_python(lambda array, index: array[index])(np.array([3, 4]), 1)
+        >>> int(in_python(lambda array, index: array[index])(np.array([3, 4]), 1))
         4
     """
     found: Callable[Given, Found] = _in_python(function, {})

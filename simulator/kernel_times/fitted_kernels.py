@@ -155,12 +155,13 @@ def _traffic_cost(
     """What an operator takes whose bytes move at its family's share of the bandwidth.
 
     Vector units keep up with the operations of what torch has; a kind of one's own may have more.
+    A pass without a kernel, as of a view, computes nothing.
     """
     backward, kind = direction is Direction.BACKWARD, kind_of(operator)
     moved = (backward_moved if backward else forward_moved)(operator, sizes, training)
     family = kind.traffic.family(operator) + ("_backward" if backward else "")
     cost = _memory_cost(moved, family, device, memory)
-    flops = kind.pass_flops(operator, sizes, backward=backward)
+    flops = smaller(1, moved.kernels) * kind.pass_flops(operator, sizes, backward=backward)
     return cost._replace(seconds=larger(cost.seconds, flops / (device.vector_tflops * 1e12)))
 
 

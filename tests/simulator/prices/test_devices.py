@@ -361,6 +361,16 @@ def test_bytes_of_a_chain_are_those_of_its_steps() -> None:
     assert (fused.nbytes, fused.kernels) == ((2 + 1 + 0.5) * whole, 1)
 
 
+def test_a_chain_without_a_kernel_takes_no_time() -> None:
+    """An alias had one operation a value: 7 ns of a step that a committed plan did not have."""
+    chain = first(small_gpt(batch=64), "elementwise")
+    chain = replace(chain, attributes=dict(chain.attributes) | {"steps": []})
+    device = DeviceType.preset("A100-80GB")
+    for direction in Direction:
+        given_ = (chain, chain.sizes, direction, BFLOAT16, device)
+        assert KernelModelCosts().operator_cost(*given_).seconds == 0.0
+
+
 @pytest.mark.parametrize("costs", [KernelModelCosts(), RooflineCosts()])
 def test_fused_chains_are_faster(costs: KernelModelCosts | RooflineCosts) -> None:
     graph, device = small_gpt(batch=64), DeviceType.preset("A100-80GB")
