@@ -161,7 +161,8 @@ class DeviceType:
     no other GPU is timed as one. Names do not count where two types are compared.
 
     Raises:
-        ValueError: on a figure that is not above 0, or more memory reserved than there is.
+        ValueError: on a figure that is not above 0, a share above 1, or more memory reserved than
+            there is.
     """
 
     name: str
@@ -197,6 +198,12 @@ class DeviceType:
             tile=self.tile,
             **{f"matmul_tflops[{k}]": v for k, v in self.matmul_tflops.items()},
         )
+        for name in ("matmul_efficiency", "memory_efficiency"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"device {self.name!r}: {name} is {getattr(self, name)}; it is the share of a "
+                    "peak that is reached, at most 1 (80 % is 0.8)"
+                )
         if not 0 <= self.reserved_gib < self.memory_gib:
             raise ValueError(
                 f"device {self.name!r}: reserved_gib is {self.reserved_gib}; it must be from 0 to "

@@ -9,7 +9,7 @@ kernel keeps only what it reads: a fused SwiGLU its gate and its up, not silu(ga
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.operators.step_programs import is_reference
@@ -35,6 +35,7 @@ TRUTHS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not
 """Steps whose results are masks of one byte an element."""
 
 
+@runtime_checkable
 class Saved(Protocol):
     """What the backward pass of an operator needs of its forward pass."""
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.schedules.actions import Schedule
 
 
@@ -39,6 +40,18 @@ class PassTimes(NamedTuple):
     weight_gradient: int = 0
 
 
+OF_TORCH = (
+    "1F1B",
+    "Interleaved1F1B",
+    "GPipe",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+"""What ``torch.distributed.pipelining.schedules.get_schedule_class`` has, but base classes."""
+
+
 def _no_closed_form(sizes: Sizes, times: PassTimes) -> None:
     return None
 
@@ -58,12 +71,15 @@ class ScheduleRecord:
         make: the schedule of some sizes; what it cannot be made of, it refuses by a `ValueError`.
         words: what a pipeline under it is, with its article: ``a GPipe``. Its name if left out.
         several: the schedule that it becomes where a rank has several stages, which it has not.
-        torch_name: what torch.distributed.pipelining calls it.
+        torch_name: what torch.distributed.pipelining calls it; empty where it has no such one.
         bubble: the share of their time in which the ranks of a balanced pipeline are idle, for
             transfers that take no time; None for sizes and times for which no formula is known.
             Of what never flushes, once its pace has settled.
         check: refuses by a `ValueError` sizes that `make` refuses, and no others, without making a
             schedule of thousands of actions; left out, one is made to see.
+
+    Raises:
+        ValueError: it has no name, a field is of another type, or torch has no such schedule.
     """
 
     name: str
@@ -73,6 +89,17 @@ class ScheduleRecord:
     torch_name: str = ""
     bubble: Callable[[Sizes, PassTimes], Fraction | None] = _no_closed_form
     check: Callable[[Sizes], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a schedule has no name: give it one that no other has")
+        check_fields(self, f"schedule {self.name!r}")
+        if self.torch_name and self.torch_name not in OF_TORCH:
+            raise ValueError(
+                f"schedule {self.name!r}: torch_name is {self.torch_name!r}, which is no schedule "
+                f"of torch.distributed.pipelining; those are {', '.join(OF_TORCH)}: leave it out "
+                "where it is none of them"
+            )
 
     @property
     def title(self) -> str:

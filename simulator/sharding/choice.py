@@ -13,7 +13,8 @@ from enum import Enum, Flag, auto
 from functools import reduce
 from typing import Any, Self
 
-from stratagem.simulator.base.field_types import check_type
+from stratagem.simulator.base.field_types import check_fields, check_type
+from stratagem.simulator.base.precision import FORMATS
 from stratagem.simulator.graph.placement import Config, Pin
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.sharding.pieces_and_fusion import (
@@ -221,7 +222,8 @@ class ChoiceOption:
             devices hold in some format: they convert it before and behind the links.
 
     Raises:
-        ValueError: if it says what links carry, but not that the price of that depends on it.
+        ValueError: a field is of another type, it names no field of `Choice` or `TriedOptions`, or
+            it says what links carry, but not that the price of that depends on it.
     """
 
     name: str
@@ -237,6 +239,18 @@ class ChoiceOption:
     sends: Callable[[Choice, ParameterMessage, str], str] = _as_held
 
     def __post_init__(self) -> None:
+        check_fields(self, f"option {self.name!r}")
+        for what, name, record in (
+            ("name", self.name, Choice),
+            ("tried_by", self.tried_by, TriedOptions),
+            ("part_of", self.part_of, Choice),
+        ):
+            known = [each.name for each in fields(record) if each.name != "config"]
+            if name not in known and (name or what == "name"):
+                raise ValueError(
+                    f"option {self.name!r}: {what} is {name!r}, which is no field of "
+                    f"{record.__name__}; it has {', '.join(known)}: add the field there"
+                )
         if self.sends is not _as_held and not self.touches & Touches.PARAMETERS:
             raise ValueError(
                 f"option {self.name!r} says what links carry of parameters, but touches "
@@ -366,8 +380,17 @@ def sent_format(choice: Choice, what: ParameterMessage, held: str) -> str:
     Example:
         >>> sent_format(Choice((), fused=True), ParameterMessage.GRADIENT, "float32")
         'float32'
+
+    Raises:
+        ValueError: an option says that links carry a format that there is none.
     """
-    return reduce(lambda found, option: option.sends(choice, what, found), OPTIONS, held)
+    found = reduce(lambda found, option: option.sends(choice, what, found), OPTIONS, held)
+    if found not in FORMATS:
+        raise ValueError(
+            f"links would carry {found!r} of a parameter that is held in {held!r}, as an option's "
+            f"`sends` says of {choice}; formats are {', '.join(FORMATS)}: name one of them"
+        )
+    return found
 
 
 def option_named(name: str) -> ChoiceOption:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.operators.inner_collectives import InnerCollective
 from stratagem.simulator.operators.kinds.traffic import Traffic, input_size
 from stratagem.simulator.operators.operator import Operator
@@ -90,6 +91,9 @@ class MatrixProduct:
     sums_bias: bool = False
     columns: int | None = None
     saves_multiplications: Callable[[Operator], bool] = lambda operator: False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "matrix products of a kind")
 
     def count(self, operator: Operator) -> int:
         """How many products a forward pass runs."""
@@ -176,7 +180,7 @@ class OperatorKind:
         as_source: how a source computes the same; None where it cannot.
 
     Raises:
-        ValueError: no name, a ratio or a share that is none, a share of weights that has none.
+        ValueError: no name, a field of another type, a ratio or a share that is none.
     """
 
     name: str
@@ -215,6 +219,7 @@ class OperatorKind:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a kind of operator has no name: give it one that no other has")
+        check_fields(self, f"kind {self.name!r}")
         if self.backward_flops < 0:
             raise ValueError(
                 f"kind {self.name!r} has backward_flops {self.backward_flops}: it is a ratio to "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from stratagem.simulator.base.arrays import Amounts
 from stratagem.simulator.operators.operator import Layout, Operator, shape_of
@@ -50,6 +50,7 @@ class KernelChoice(Protocol):
         ...
 
 
+@runtime_checkable
 class Traffic(Protocol):
     """What the passes of a kind of operator move."""
 

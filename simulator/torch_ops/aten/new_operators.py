@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from stratagem.simulator.operators.kinds.kind_record import OperatorKind
 from stratagem.simulator.operators.kinds.operator_kinds import register_kind
 from stratagem.simulator.torch_ops.aten.handlers import HANDLERS, Handler
@@ -46,13 +48,20 @@ def register_operator(kind: OperatorKind, kernel: Kernel, captured: Mapping[str,
             which arguments of the call it `reads`; calls with others are refused.
 
     Raises:
-        ValueError: the kind is there already, or one of the aten operators is captured as another.
+        ValueError: the kind is there already, or one of the aten operators is not, or is captured
+            as another.
     """
     for name in captured:
         if name in HANDLERS:
             raise ValueError(
                 f"aten operator {name!r}, one of {len(HANDLERS)} that capture knows, has a "
                 f"handler already: leave it out of those that {kind.name!r} is captured from"
+            )
+        if "::" not in name and not hasattr(torch.ops.aten, name):
+            raise ValueError(
+                f"kind {kind.name!r} is captured from {name!r}, and torch {torch.__version__} has "
+                f"no operator aten::{name}; operators of other libraries are "
+                "named LIBRARY::NAME"
             )
     register_kind(kind)
     KERNELS[kind.name] = kernel
