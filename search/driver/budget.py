@@ -32,7 +32,8 @@ class StopReason(enum.Enum):
     LISTED = "no plan on a listed skeleton is better; other pipelines were bounded only"
     NEAR_LISTED = (
         "no plan on a listed skeleton is better by more than predictions tell apart; other "
-        "pipelines were planned, but bounded by what they compute only"
+        "pipelines were planned where those alike on the list are near, but bounded by what they "
+        "compute only"
     )
     NEAR = "the gap that was asked for is proved: no plan of the space is better by more"
     ALIKE = "what could still be gained is less than what predictions tell apart"
@@ -68,7 +69,8 @@ class Budget:
             less than predictions tell apart. With 0 it goes on.
         is_of_listed: whether it also ends where the gap is proved of all listed skeletons
             (`SearchResult.listed_bound`) and other pipelines, cut anywhere, were planned by the
-            inter-operator program. A search that is told none of the three does.
+            inter-operator program, where such on the list are not proved to be far slower (see
+            `SearchEffort.planned_slack`). A search that is told none of the three does.
         skeletons: how many of the best skeletons are searched, one or more: stages, meshes,
             microbatches. Of small models others that are nearly as good are, too.
         bounded: of how many, beside the best, lower bounds are sharpened before, the weakest

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList
+from stratagem.searcher.improvement.outcomes import Fate
 from stratagem.searcher.processes.search_clock import Late
 from stratagem.searcher.space.schedule_traits import traits_of
 from stratagem.searcher.space.skeletons import SMALL_CLUSTER, Skeleton, all_skeletons
@@ -153,16 +154,23 @@ def plan_stages(
         microbatches: numbers of them; those that the constraints allow if left out.
         late: see `candidates`.
         best: seconds of the best plan that is known. On its own cluster, where all pipelines are
-            bounded already, those are left out whose computing alone takes as long.
+            bounded already, those are left out whose computing alone takes as long, and of models
+            that are not small those whose likes are on the list, and proved to be far slower (see
+            `SearchEffort.planned_slack`).
 
     Raises:
         ValueError: as `candidates`.
     """
     limits, here = space.limits, space.situation
+    slower = space.effort.planned_slack
 
-    def hopeless(parts: int, ranks: int, schedule: str | None) -> bool:
+    def hopeless(parts: int, ranks: int, schedule: str | None) -> str:
         fills = schedule is not None and traits_of(schedule).fills
-        return space.work.seconds(parts, ranks, fills=fills) >= best
+        if space.work.seconds(parts, ranks, fills=fills) >= best:
+            return "no faster than what is known, by their computing alone"
+        if not space.is_small and _least_listed(space, parts, ranks) >= slower * best:
+            return f"those alike on the list are proved {slower} times as slow as what is known"
+        return ""
 
     return candidates(
         replace(here, cluster=cluster or here.cluster),
@@ -173,6 +181,24 @@ def plan_stages(
         late=late,
         hopeless=hopeless if cluster is None and space.bounds_all else None,
     )
+
+
+def _least_listed(space: SkeletonList, parts: int, ranks: int) -> float:
+    """What plans on the list of so many microbatches, on so many ranks or more, take at least.
+
+    0 where there are none, or some are forbidden, of which others may be allowed.
+    """
+    everywhere = space.situation.cluster.num_devices
+    alike = [
+        entry
+        for entry in space.entries
+        if entry.skeleton.num_microbatches == parts
+        and entry.skeleton.num_ranks >= ranks
+        and len(entry.skeleton.devices) == everywhere
+    ]
+    if not alike or any(entry.fate is Fate.FORBIDDEN for entry in alike):
+        return 0.0
+    return min(entry.bound for entry in alike)
 
 
 def in_turn(entries: Iterable[SkeletonEntry]) -> list[SkeletonEntry]:

@@ -118,7 +118,7 @@ def search(
             `SearchResult.robustness`.
         progress: called often with a `Progress`.
         interrupts: that somebody hears already.
-        memory: rows priced before, of searches with equal costs, cluster and training.
+        memory: rows priced before.
 
     Returns:
         The best plan that fits, with its bound and baselines; where nothing fits, the plan closest
@@ -199,7 +199,15 @@ def _with_draws(
         best = (found.fastest or found.simulation).step_time
         show(SearchProgress("comparing plans under errors", 0.99, best, found.bound or 0.0))
         check, costs = situation.clock.check, situation.costs
-        sure = drawn_steps(found.graph, found.compared, costs, draws=draws, seed=seed, check=check)
+        sure = drawn_steps(
+            found.graph,
+            found.compared,
+            costs,
+            draws=draws,
+            seed=seed,
+            check=check,
+            memory=situation.memory,
+        )
         return replace(found, robustness=sure)
     except OutOfTimeError:
         pass

@@ -74,6 +74,9 @@ class SearchEffort:
         part_devices: stages of small models are planned on every part of the cluster of at most so
             many devices, for about a second each (ten seconds on 14 devices); on larger parts, and
             of larger models, only where a ranked pipeline is near the best plan.
+        planned_slack: stages of models that are not small are planned only for numbers of
+            microbatches and ranks of which a pipeline on the list is not proved to take more than
+            so many times the best plan.
         recut: pipelines that are cut elsewhere, each at `cuts` places.
         cuts: see `recut`.
         certified: skeletons whose bounds are sharpened, unless a budget says how many.
@@ -127,6 +130,7 @@ class SearchEffort:
     ranked: Scaled = Scaled(48, 6_000)
     drafted: Scaled = Scaled(32, 600)
     part_devices: int = 8
+    planned_slack: float = 1.2
     recut: int = 4
     cuts: int = 2
     certified: int = 200

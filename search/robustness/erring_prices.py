@@ -44,6 +44,10 @@ class PriceGroup(enum.Enum):
     BETWEEN = "links between nodes"
 
 
+LINKS = (PriceGroup.INSIDE, PriceGroup.BETWEEN)
+"""Those that no cost model says, but the cluster."""
+
+
 @dataclass(frozen=True)
 class ErringPrices:
     """A cost model some of whose kernels take another share of the time that it says.
@@ -107,13 +111,21 @@ def erring(
     plan: Plan, costs: CostModel, factors: Mapping[PriceGroup, float]
 ) -> tuple[Plan, CostModel]:
     """A plan and its prices with every group off by its factor: links by those of the cluster."""
+    kernels = any(group in factors for group in PriceGroup if group not in LINKS)
+    return _slowed(plan, factors), ErringPrices(costs, dict(factors)) if kernels else costs
+
+
+def _slowed(plan: Plan, factors: Mapping[PriceGroup, float]) -> Plan:
+    """The plan on links that are off by their factors."""
     cluster = plan.cluster
+    if not any(group in factors for group in LINKS):
+        return plan
     slower = replace(
         cluster,
         intra_node=cluster.intra_node.slowed(factors.get(PriceGroup.INSIDE, 1.0)),
         inter_node=cluster.inter_node.slowed(factors.get(PriceGroup.BETWEEN, 1.0)),
     )
-    return replace(plan, cluster=slower), ErringPrices(costs, dict(factors))
+    return replace(plan, cluster=slower)
 
 
 class StepSlopes:
@@ -128,10 +140,15 @@ class StepSlopes:
         (0.0187, array([0.0102, 0.0031, 0.0011, 0.0029, 0.]))
     """
 
-    def __init__(self, graph: OperatorGraph, costs: CostModel) -> None:
-        self._graph, self._costs = graph, costs
-        self._rows: dict[PriceGroup | None, RowMemory] = {
-            group: RowMemory() for group in (None, *PriceGroup)
+    def __init__(
+        self, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None = None
+    ) -> None:
+        self._graph, rows = graph, memory or RowMemory()
+        self._prices = {None: Prices(costs, rows)} | {
+            group: Prices(
+                costs if group in LINKS else ErringPrices(costs, {group: 1.0 + STEP}), rows
+            )
+            for group in PriceGroup
         }
         self.errors = dict.fromkeys(PriceGroup, 0.0)
         """Of each group, in the plans so far: the largest standard deviation that is stated."""
@@ -163,8 +180,7 @@ class StepSlopes:
 
     def _erring(self, plan: Plan, group: PriceGroup | None) -> tuple[Plan, Prices]:
         factors = {} if group is None else {group: 1.0 + STEP}
-        plan, costs = erring(plan, self._costs, factors)
-        return plan, Prices(costs, self._rows[group])
+        return _slowed(plan, factors), self._prices[group]
 
 
 def price_errors(

@@ -15,6 +15,7 @@ from stratagem.simulator.base.units import format_duration
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation.simulation import TELLS_APART
 
 FOUND = "found plan"
@@ -121,6 +122,7 @@ def drawn_steps(
     draws: int,
     seed: int,
     check: Callable[[], None] = lambda: None,
+    memory: RowMemory | None = None,
 ) -> Robustness:
     """What plans take under errors of the prices, drawn jointly (see `robustness`).
 
@@ -135,13 +137,14 @@ def drawn_steps(
         draws: how often errors are drawn.
         seed: of the draws.
         check: called before each plan is priced; may raise where there is no time left.
+        memory: rows priced before.
 
     Raises:
         ValueError: if nothing is to be drawn.
     """
     if draws < 1:
         raise ValueError(f"draws is {draws}; draw errors at least once")
-    slopes = StepSlopes(graph, costs)
+    slopes = StepSlopes(graph, costs, memory)
     priced = []
     for plan in plans.values():
         check()

@@ -40,11 +40,9 @@ UNEQUAL_MICROBATCHES = 3
 LIKELY_SAMPLES = 8.0
 """Of a microbatch, where there is no time to try them all."""
 
-Hopeless = Callable[[int, int, str | None], bool]
-"""Whether so many microbatches, on so many ranks or more, under a schedule or any, are no use."""
-
-NO_FASTER = "no faster than what is known, by their computing alone"
-"""Why what is hopeless is left out."""
+Hopeless = Callable[[int, int, str | None], str]
+"""Why so many microbatches, on so many ranks or more, under a schedule or any, are no use; empty
+where they may be."""
 
 _Posed = tuple[str, int, Devices, tuple[int, ...]]
 """A schedule, the most stages, how devices may be dealt out, numbers of stages asked for."""
@@ -104,8 +102,7 @@ def candidates(
         late: whether what is left of the space is to be left out, asked now and then, and told
             whether something was found. Numbers of microbatches that are likely good ones then
             come first.
-        hopeless: whether it is proved that no such pipeline is better than what is known; these
-            are left out.
+        hopeless: why no such pipeline is better than what is known, so that it is left out.
 
     Raises:
         ValueError: on an unknown schedule, a limit below 1, or limits that leave nothing to try.
@@ -145,11 +142,12 @@ class _CandidateSearch:
     best: float = np.inf
     shortage: PipelineShortage | None = None
     is_late: bool = False
+    is_useless: bool = False
 
     @property
     def left_out(self) -> bool:
         """Whether plans may be there that were left out: for want of time, or as no use."""
-        return self.is_late or NO_FASTER in self.pruned.counts
+        return self.is_late or self.is_useless
 
     def run(self) -> list[Candidate]:
         """All candidates within the slack, best first."""
@@ -201,9 +199,10 @@ class _CandidateSearch:
 
     def _excludes(self, parts: int, ranks: int, schedule: str | None = None) -> bool:
         """Whether pipelines are left out as none of them is better than what is known."""
-        if self.hopeless is None or not self.hopeless(parts, ranks, schedule):
+        if self.hopeless is None or not (why := self.hopeless(parts, ranks, schedule)):
             return False
-        self.pruned.add(NO_FASTER)
+        self.is_useless = True
+        self.pruned.add(why)
         return True
 
     def _is_over(self) -> bool:

@@ -206,15 +206,19 @@ class TableBuilder:
         figures = rows.figures(mesh, cluster)
         self.links, self.devices, self.resharder, wait, alike = figures
         self.owner = graph.owners
+        self.priced_by = rows.priced_by(cluster, training, costs)
+        passes = rows.passes.setdefault(self.priced_by, {})
         kernels = KernelPrices(
-            training, costs, cluster.calibration, self.devices, rows.number, rows.passes, wait
+            training, costs, cluster.calibration, self.devices, rows.number, passes, wait
         )
-        moved = rows.moved.setdefault(alike, {})
+        kept = alike, self.priced_by
+        moved = rows.moved.setdefault(kept, {})
         self._pricer = OperatorPricer(graph, mesh, self.links, self.resharder, kernels, moved)
         self._stall = cluster.calibration.stall_us * 1e-6 if stalls else 0.0
-        self._where = id(graph), rows.number(mesh), rows.cluster(cluster), self._stall
-        self._rows = rows.operators.setdefault((alike, self._stall), {})
-        self._edge_rows = rows.edges.setdefault((alike, self._stall), {})
+        where = id(graph), rows.number(mesh), rows.cluster(cluster)
+        self._where = *where, self.priced_by, self._stall
+        self._rows = rows.operators.setdefault((*kept, self._stall), {})
+        self._edge_rows = rows.edges.setdefault((*kept, self._stall), {})
 
     def build(
         self, operators: Sequence[int], choices: Mapping[int, Sequence[Choice]]

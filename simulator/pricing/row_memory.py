@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.device_mesh import AxisLink, DeviceMesh
 from stratagem.simulator.hardware.device_type import DeviceType
+from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.kernel_prices import KernelPrice
+from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.pricing.cost_rows import EdgeRow, OperatorRow
 from stratagem.simulator.pricing.recent_values import RecentValues
 from stratagem.simulator.sharding.choice import Choice
@@ -54,20 +56,23 @@ class RowMemory:
     `moved` what becomes of parameters, which operators of any batch share;
     `stages` what stages of plans are made of and `crossings` edges between them, the last only.
 
-    Use one for one cost model, cluster and training; others would be given the wrong prices. A
-    part of the cluster is told from the whole.
+    Prices of one cost model, cluster and training are told from those of another. Parts of a
+    cluster share what costs there what it costs in the whole.
     Before a row is priced `watch` is called: what it raises ends a table that takes too long.
     """
 
     operators: dict[Any, dict[Any, OperatorRow]] = field(default_factory=dict)
     edges: dict[Any, dict[Any, EdgeRow]] = field(default_factory=dict)
-    passes: dict[Any, KernelPrice] = field(default_factory=dict)
-    moved: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    passes: dict[Any, dict[Any, KernelPrice]] = field(default_factory=dict)
+    moved: dict[Any, dict[Any, Any]] = field(default_factory=dict)
     stages: RecentValues[Any] = field(default_factory=lambda: RecentValues(STAGE_OPERATORS))
     crossings: RecentValues[Any] = field(default_factory=lambda: RecentValues(CROSSINGS))
     watch: Callable[[], None] = field(default=_nobody)
     _meshes: dict[tuple[int, int], MeshFigures] = field(default_factory=dict)
     _clusters: list[Cluster] = field(default_factory=list)
+    _hardware: list[Any] = field(default_factory=list)
+    _costs: list[CostModel] = field(default_factory=list)
+    _priced_by: dict[tuple[int, int, int], int] = field(default_factory=dict)
     _numbers: dict[Any, int] = field(default_factory=dict)
     _seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
@@ -91,6 +96,17 @@ class RowMemory:
             known.append(cluster)
         return known.index(cluster)
 
+    def priced_by(self, cluster: Cluster, training: Training, costs: CostModel) -> int:
+        """A small number for what prices depend on beside what an operator is, and on which mesh.
+
+        Calibration and types of devices are those of a cluster and of its parts alike.
+        """
+        kinds = cluster.calibration, cluster.compute_slowdown, cluster.device_types
+        hardware = _place(self._hardware, kinds, lambda each: bool(each == kinds))
+        model = _place(self._costs, costs, lambda each: each is costs)
+        key = hardware, self.number(training), model
+        return self._priced_by.setdefault(key, len(self._priced_by))
+
     def choices(self, listed: Sequence[Choice]) -> int:
         """A small number for the choices of an operator; those of plans have one each."""
         return self.number(listed[0] if len(listed) == 1 else tuple(listed))
@@ -112,3 +128,12 @@ class RowMemory:
             resharder = shared_resharder(mesh.shape, links)
             self._meshes[key] = MeshFigures(links, devices, resharder, wait, alike)
         return self._meshes[key]
+
+
+def _place(known: list[Any], value: Any, same: Callable[[Any], bool]) -> int:
+    """Where the same stands among what is known, behind which it is put if it does not."""
+    for place, each in enumerate(known):
+        if same(each):
+            return place
+    known.append(value)
+    return len(known) - 1

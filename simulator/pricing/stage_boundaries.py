@@ -211,6 +211,7 @@ def price_boundary(
     key = (
         *map(memory.number, (*ends, source.mesh, target.mesh)),
         memory.cluster(cluster),
+        source.priced_by,
         *(edge.output, edge.slot, graph.edge_needs_gradient(edge)),
         *map(memory.choices, (ours, theirs)),
     )

@@ -60,6 +60,7 @@ def lossless_exports(
     costs: CostModel | None = None,
     step_time: float | None = None,
     check: Callable[[], None] = lambda: None,
+    memory: RowMemory | None = None,
 ) -> tuple[str, ...]:
     """The formats of `PROGRAMS` by which nothing is lost.
 
@@ -80,10 +81,11 @@ def lossless_exports(
         costs: prices of operators; the device model of the plan's cluster when left out.
         step_time: predicted seconds of the plan, where they are known.
         check: called before each format is tried; may raise where there is no time left.
+        memory: rows priced before.
     """
     if graph.is_forward or plan.training.multiplying_as_stored() != plan.training:
         return ()
-    prices, memory = costs_or_default(costs), RowMemory()
+    prices, memory = costs_or_default(costs), memory or RowMemory()
     if step_time is None:
         step_time = simulate_plan(plan, graph, prices, memory=memory).step_time
     found = []

@@ -34,6 +34,7 @@ from stratagem.simulator.kernel_times.cost_model import CostModel
 from stratagem.simulator.kernel_times.fitted_kernels import costs_or_default
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
+from stratagem.simulator.pricing.row_memory import RowMemory
 from stratagem.simulator.simulation import schedule_comparison
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
@@ -117,6 +118,7 @@ def search(
     """
     begun = time.monotonic()
     check_arguments("search", checkpoint=(checkpoint, str | Path | None))
+    costs, memory = costs_or_default(costs), RowMemory()
     with (
         Interrupts().heard() as interrupts,
         progress_bar(enabled=not callable(progress) and progress) as show,
@@ -135,13 +137,16 @@ def search(
             draws=draws,
             progress=progress if callable(progress) else _shown_by(show),
             interrupts=interrupts,
+            memory=memory,
         )
         until = math.inf if budget is None or budget.seconds is None else begun + budget.seconds
-        return _with_exports(found, costs, SearchClock(until, interrupts=interrupts))
+        clock = SearchClock(until, interrupts=interrupts)
+        memory.watch = clock.check
+        return _with_exports(found, costs, memory, clock)
 
 
 def _with_exports(
-    found: SearchResult, costs: CostModel | None, clock: SearchClock
+    found: SearchResult, costs: CostModel, memory: RowMemory, clock: SearchClock
 ) -> SearchResult:
     """What a search found, with the formats that say its plan without loss, if there is time."""
     is_whole = found.simulation.fits and found.stop_reason is not StopReason.INTERRUPTED
@@ -154,6 +159,7 @@ def _with_exports(
             costs=costs,
             step_time=found.simulation.step_time,
             check=clock.check,
+            memory=memory,
         )
     except (OutOfTimeError, KeyboardInterrupt):
         return found
