@@ -12,8 +12,10 @@ give, for each setup,
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,6 +28,7 @@ from stratagem.searcher.space.situation import Situation, rank
 from stratagem.searcher.space.strategies import with_recompute
 from stratagem.searcher.space.training_setup import TrainingSetup
 from stratagem.simulator.base.arrays import Flags, Floats, Ints
+from stratagem.simulator.graph.checkpoint_segments import RECOMPUTE_POLICIES
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.collective_kinds import Collective
 from stratagem.simulator.hardware.collective_times import collective_time
@@ -44,6 +47,10 @@ from stratagem.simulator.simulation.simulation import Simulation
 
 TOLD = 4
 """Microbatches a rank after which no schedule that does not run ahead holds more."""
+OFF = 1.05
+"""Estimates of a family are this far from one another's, at least: a setup that takes the least
+share of its estimate that any took, and so much less, and is no better than the best, is not
+simulated."""
 MOST_WITHOUT_ROOM = 3
 """Where no setup can fit, so many say what the family would need."""
 _EACH_SYNC = (0.0, 0.0, 0.5, 1.5)
@@ -96,8 +103,10 @@ def screen(
 
     A setup is left out if it cannot be built, if its need is more than a device has, or if its
     bound is no better than the best plan found; these are certain. The others are simulated by
-    their estimates, shortest first, until `max_simulated` of them fit, or three times as many were
-    tried. Where no setup can fit, `MOST_WITHOUT_ROOM` with the least need are simulated at most.
+    their estimates, shortest first, until `max_simulated` of them fit, three times as many were
+    tried, or by estimates that are as far off as those before, and `OFF` or the range of these
+    more, none is better. What recomputes more is not even priced before it may be its turn. Where
+    no setup can fit, `MOST_WITHOUT_ROOM` with the least need are simulated at most.
 
     Example:
         >>> from stratagem.simulator.hardware.cluster import Cluster
@@ -115,37 +124,121 @@ def screen(
     """
     if max_simulated < 1:
         raise ValueError(f"screen: max_simulated is {max_simulated}; it must be at least 1")
-    rates = situation.derive(Rates)
-    outlooks: list[Outlook] = []
-    dropped: list[Dropped] = []
-    for setup in setups:
+    return _Screen(situation, max_simulated).of(setups)
+
+
+@dataclass(eq=False)
+class _Screen:
+    """One run over a family of setups."""
+
+    situation: Situation
+    max_simulated: int
+    simulated: list[Simulation] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def of(self, setups: Iterable[TrainingSetup]) -> Screening:
+        """See `screen`."""
+        short = self._by_estimate(_ladders(setups))
+        if not self.simulated:
+            most = min(self.max_simulated, MOST_WITHOUT_ROOM)
+            for outlook in sorted(short, key=lambda o: o.need):
+                if why := self._why_not(outlook, most):
+                    self._drop(outlook.setup, why)
+                else:
+                    self._simulate(outlook)
+        else:
+            there = f"{self._capacity / 2**30:.1f} GiB"
+            for outlook in short:
+                gib = outlook.need / 2**30
+                self._drop(outlook.setup, f"needs at least {gib:.1f} GiB of a device's {there}")
+        return Screening(tuple(sorted(self.simulated, key=rank)), tuple(self.dropped))
+
+    def _by_estimate(self, ladders: Iterable[list[TrainingSetup]]) -> list[Outlook]:
+        """Simulate what may have room, the shortest estimate first; what surely has none.
+
+        A setup that recomputes more takes longer by its estimate, and at least, so it is priced
+        once the others are behind it.
+        """
+        queue: list[tuple[float, int, Outlook, list[TrainingSetup]]] = []
+        number, short = itertools.count(), []
+
+        def push(ladder: list[TrainingSetup]) -> None:
+            for place, setup in enumerate(ladder):
+                if (outlook := self._outlook(setup)) is not None:
+                    entry = outlook.estimate, next(number), outlook, ladder[place + 1 :]
+                    heapq.heappush(queue, entry)
+                    return
+
+        for ladder in ladders:
+            push(ladder)
+        while queue:
+            _, _, outlook, others = heapq.heappop(queue)
+            if outlook.need > self._capacity:
+                short.append(outlook)
+            elif why := self._why_not(outlook, 3 * self.max_simulated):
+                for setup in (outlook.setup, *others):
+                    self._drop(setup, why)
+                continue
+            else:
+                self._simulate(outlook)
+            push(others)
+        return short
+
+    def _outlook(self, setup: TrainingSetup) -> Outlook | None:
         try:
-            outlooks.append(rates.outlook(setup))
+            return self.situation.derive(Rates).outlook(setup)
         except ValueError as error:
-            dropped.append(Dropped(setup, str(error)))
-    capacity = _capacity(situation)
-    fitting = [outlook for outlook in outlooks if outlook.need <= capacity]
-    for outlook in outlooks:
-        if fitting and outlook.need > capacity:
-            gib, there = outlook.need / 2**30, capacity / 2**30
-            reason = f"needs at least {gib:.1f} GiB of a device's {there:.1f} GiB"
-            dropped.append(Dropped(outlook.setup, reason))
-    ranked = sorted(fitting, key=lambda o: o.estimate) or sorted(outlooks, key=lambda o: o.need)
-    most = 3 * max_simulated if fitting else min(max_simulated, MOST_WITHOUT_ROOM)
-    simulated: list[Simulation] = []
-    for outlook in ranked:
-        found = [s.step_time for s in simulated if s.fits]
+            self._drop(setup, str(error))
+            return None
+
+    def _why_not(self, outlook: Outlook, most: int) -> str:
+        """Why a setup is not simulated, nor those that recompute more; empty if it is."""
+        found = [s.step_time for s in self.simulated if s.fits]
         best = min(found, default=float("inf"))
         if outlook.bound >= best:
-            reason = f"takes at least {outlook.bound:.4g} s; another plan takes {best:.4g} s"
-        elif len(found) >= max_simulated or len(simulated) >= most:
-            reason = f"estimated at {outlook.estimate:.4g} s, after {len(simulated)} before it"
-        else:
-            plan = outlook.setup.plan(situation.graph, situation.cluster)
-            simulated.append(situation.simulate(plan))
-            continue
-        dropped.append(Dropped(outlook.setup, reason))
-    return Screening(tuple(sorted(simulated, key=rank)), tuple(dropped))
+            return f"takes at least {outlook.bound:.4g} s; another plan takes {best:.4g} s"
+        if (likely := _likely_least(outlook.estimate, self.shares)) >= best:
+            return f"takes {likely:.4g} s by its estimate; another plan takes {best:.4g} s"
+        if len(found) >= self.max_simulated or len(self.simulated) >= most:
+            tried = len(self.simulated)
+            return f"estimated at {outlook.estimate:.4g} s, after {tried} before it"
+        return ""
+
+    def _simulate(self, outlook: Outlook) -> None:
+        plan = outlook.setup.plan(self.situation.graph, self.situation.cluster)
+        self.simulated.append(self.situation.simulate(plan))
+        self.shares.append(self.simulated[-1].step_time / outlook.estimate)
+
+    def _drop(self, setup: TrainingSetup, why: str) -> None:
+        self.dropped.append(Dropped(setup, why))
+
+    @cached_property
+    def _capacity(self) -> int:
+        return _capacity(self.situation)
+
+
+def _ladders(setups: Iterable[TrainingSetup]) -> Iterable[list[TrainingSetup]]:
+    """Setups that differ in what they recompute only, less first."""
+    found: dict[TrainingSetup, list[TrainingSetup]] = {}
+    for setup in setups:
+        found.setdefault(replace(setup, recompute="none"), []).append(setup)
+    for ladder in found.values():
+        ladder.sort(key=lambda setup: RECOMPUTE_POLICIES.index(setup.recompute))
+    return found.values()
+
+
+def _likely_least(estimate: float, shares: Sequence[float]) -> float:
+    """What a setup takes whose estimate is off like those before; 0 where one alone tells of it.
+
+    Args:
+        estimate: seconds of the setup.
+        shares: seconds that others took, by their estimates.
+    """
+    if len(shares) < 2:
+        return 0.0
+    least, most = min(shares), max(shares)
+    return estimate * least / max(OFF, most / least)
 
 
 @dataclass(frozen=True, eq=False)
