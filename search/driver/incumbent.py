@@ -43,6 +43,12 @@ class Incumbent:
         """Seconds of the best plan that fits; infinite if none does."""
         return self.best.step_time if self.best is not None and self.best.fits else float("inf")
 
+    @property
+    def num_passes(self) -> int:
+        """Forward passes of a step of the best plan: of each microbatch through each stage."""
+        plan = None if self.best is None else self.best.plan
+        return 0 if plan is None else plan.num_microbatches * len(plan.stages)
+
     def offer(self, simulation: Simulation) -> bool:
         """Take a simulated plan; whether the constraints allow it.
 

@@ -46,9 +46,6 @@ from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.simulation.simulation import Simulation
 
-AGAIN_NUMBER = 2_000
-"""The number of the first chain of a skeleton that is searched again."""
-
 
 class SearchCourse:
     """The state of one search."""
@@ -132,6 +129,7 @@ class SearchCourse:
         if stages is None:
             if (ended := self._end_by_known(own)) is not None:
                 return ended
+            compile_ahead(self._workers)
             stages = self._plan_stages(self.incumbent.time)
         known = self.space.simulated(stages, self.incumbent.offer) if early is None else early
         planned = self.space.take_all(known)
@@ -167,7 +165,8 @@ class SearchCourse:
         space = self.space
         space.unlisted_bound = 0.0
         self.report("simulating baselines", 0.0)
-        compile_ahead(self._workers)
+        if not (self.budget.gap and self.budget.ends_near):
+            compile_ahead(self._workers)
         show = partial(self.report, "simulating more baselines", 0.01)
         with self.known_strategies.simulated(schedule, baselines, self._workers, show):
             self.report("listing skeletons", 0.02)
@@ -255,6 +254,8 @@ class SearchCourse:
 
     def _sharpen_few(self) -> bool:
         """Sharpen bounds until the gap asked for is proved, where few are short of it."""
+        if self.incumbent.num_passes <= self._effort.near_passes(self.space.num_operators):
+            compile_ahead(self._workers)  # The best known strategy may be searched a little.
         weak = self.space.open_below(self._rules.enough)
         if not self.space.is_small and len(first_policies(weak)) <= self._effort.ahead:
             stop = self._shares.past(SURVEYED)
@@ -392,7 +393,7 @@ class SearchCourse:
         return self._search_all(entries, is_enough, work=work, most=most, by_chains=True)
 
     def _with_few_passes(self, entries: Sequence[SkeletonEntry]) -> list[SkeletonEntry]:
-        most = self._effort.near_work / self.space.num_operators
+        most = self._effort.near_passes(self.space.num_operators)
         return [entry for entry in entries if entry.num_passes <= most]
 
     def _search_entry(self, entry: SkeletonEntry, turn: Turn) -> None:
@@ -470,7 +471,7 @@ class SearchCourse:
                 break
             known = [*entry.starts[:1], choices_of(entry.simulation.plan)]
             starts = [problem.encode(choices) for choices in known]
-            number += AGAIN_NUMBER + turn * self._effort.again
+            number += Turn.AGAIN + turn * self._effort.again
             self._phase = (f"searching {entry.skeleton} again", 0.9, 0.9)
             entry.know(self._choose(problem, starts, Turn(evaluations, number)))
         return self.incumbent.time < before

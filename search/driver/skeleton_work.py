@@ -65,12 +65,12 @@ BEYOND = 1.005
 
 
 def compile_ahead(workers: Workers[Any]) -> None:
-    """Let another process compile what chains run, where it was never compiled, from the first.
+    """Let another process compile what chains run, once, where it was never compiled.
 
-    It is half of what numba compiles for a search, and what a search needs last.
+    It is half of what numba compiles for a search, and what a search needs last, if at all.
     """
     if not (workers.is_alone or is_compiled(anneal)):
-        workers.part(compile_chains)
+        workers.once(compile_chains)
 
 
 def compile_chains(*_: object) -> None:

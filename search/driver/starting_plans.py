@@ -177,11 +177,13 @@ class KnownStrategies:
         for name in names:
             if name in self._proposed and name not in self.baselines:
                 self._take(name, self._proposed[name])
-        parts = {
+        # Those of the literature, one of which is the best as a rule, are known first.
+        begun = {
             name: workers.part(propose, name, schedule, tuple(methods))
-            for name in names
+            for name in dict.fromkeys((*methods, *names))
             if name not in self._proposed
         }
+        parts = {name: begun[name] for name in names if name in begun}
         self._unseen, self._show = dict(parts), show
         try:
             for name in methods[:1]:

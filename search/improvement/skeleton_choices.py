@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -54,11 +55,14 @@ class Turn:
     """The turn of a skeleton in a search.
 
     Attributes:
+        AGAIN: the number of the first skeleton that is searched again.
         evaluations: of its chains.
         number: which of the skeletons it is.
         of: how many there are.
         by_chains: whether chains search it alone, from starts that are near enough to the best.
     """
+
+    AGAIN: ClassVar[int] = 2_000
 
     evaluations: int
     number: int

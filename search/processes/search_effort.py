@@ -167,6 +167,10 @@ class SearchEffort:
 
     __repr__ = shown
 
+    def near_passes(self, num_operators: int) -> float:
+        """Forward passes of a step of which `near_work` allows an evaluation of a chain."""
+        return self.near_work / num_operators
+
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)

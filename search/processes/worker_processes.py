@@ -127,6 +127,7 @@ class Workers(Generic[State]):
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_over = False
+        self._once: set[Callable[..., object]] = set()
 
     def __enter__(self) -> Workers[State]:
         return self
@@ -160,6 +161,12 @@ class Workers(Generic[State]):
         if not self._threads:
             self._start()
         return part
+
+    def once(self, job: Callable[..., object]) -> None:
+        """Have `job(state)` done, which nobody waits for, if it was not asked for before."""
+        if job not in self._once:
+            self._once.add(job)
+            self.part(job)
 
     def results(
         self, parts: Iterable[WorkPart[Result]], stop: Callable[[], bool]

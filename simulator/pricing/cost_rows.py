@@ -212,9 +212,10 @@ class OperatorRow:
 
 
 class SharedBy(IntEnum):
-    """What edges of one result may have in common: conversions forward, of gradients, of what runs
+    """What edges of one result may have in common.
 
-    again, of inputs only; and the copy that is kept for backward.
+    Conversions forward, of gradients, of what runs again and of inputs only; and the copy that is
+    kept for backward.
     """
 
     THERE = 0

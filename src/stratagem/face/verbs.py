@@ -21,6 +21,7 @@ from stratagem.searcher.driver import search as searching
 from stratagem.searcher.driver.budget import Budget, StopReason
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.result import SearchResult
+from stratagem.searcher.processes.garbage_collection import seldom_collected
 from stratagem.searcher.processes.interrupts import Interrupts
 from stratagem.searcher.processes.search_clock import OutOfTimeError, SearchClock
 from stratagem.searcher.robustness.robust_choice import DRAWS
@@ -120,6 +121,7 @@ def search(
     check_arguments("search", checkpoint=(checkpoint, str | Path | None))
     costs, memory = costs_or_default(costs), RowMemory()
     with (
+        seldom_collected(),
         Interrupts().heard() as interrupts,
         progress_bar(enabled=not callable(progress) and progress) as show,
     ):

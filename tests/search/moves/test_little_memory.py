@@ -9,7 +9,6 @@ import pytest
 
 from stratagem.searcher.annealing import chains
 from stratagem.searcher.annealing.chains import SOFT, AnnealingChain, run_chains
-from stratagem.searcher.driver import search_course
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.search import search
 from stratagem.searcher.driver.search_course import SearchCourse
@@ -98,7 +97,7 @@ def test_the_best_skeletons_are_searched_again(monkeypatch: pytest.MonkeyPatch) 
     choose = SearchCourse._choose
 
     def hurried(course: SearchCourse, problem: Problem, starts: Any, turn: Turn) -> Simulation:
-        again = turn.number >= search_course.AGAIN_NUMBER
+        again = turn.number >= Turn.AGAIN
         return choose(course, problem, starts, turn if again else replace(turn, evaluations=100))
 
     monkeypatch.setattr(SearchCourse, "_choose", hurried)
