@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 from stratagem.simulator.base.arrays import Amounts, larger, rounded_up, smaller
 from stratagem.simulator.base.precision import FORMATS
@@ -102,8 +103,14 @@ class KernelModelCosts(CostsByFormula):
         return of_one(_memory_cost(moved, "elementwise", device, device.memory))
 
 
+@cache
 def default_costs() -> CostModel:
-    """The cost model where none is given."""
+    """The cost model where none is given: always the same, so that what it priced is found again.
+
+    Example:
+        >>> default_costs() is default_costs()
+        True
+    """
     return KernelModelCosts()
 
 
