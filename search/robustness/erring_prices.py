@@ -111,8 +111,14 @@ def erring(
     plan: Plan, costs: CostModel, factors: Mapping[PriceGroup, float]
 ) -> tuple[Plan, CostModel]:
     """A plan and its prices with every group off by its factor: links by those of the cluster."""
-    kernels = any(group in factors for group in PriceGroup if group not in LINKS)
-    return _slowed(plan, factors), ErringPrices(costs, dict(factors)) if kernels else costs
+    return _slowed(plan, factors), _dearer(costs, factors)
+
+
+def _dearer(costs: CostModel, factors: Mapping[PriceGroup, float]) -> CostModel:
+    """The cost model with its kernels off by their factors."""
+    if all(group in LINKS for group in factors):
+        return costs
+    return ErringPrices(costs, dict(factors))
 
 
 def _slowed(plan: Plan, factors: Mapping[PriceGroup, float]) -> Plan:
@@ -144,11 +150,10 @@ class StepSlopes:
         self, graph: OperatorGraph, costs: CostModel, memory: RowMemory | None = None
     ) -> None:
         self._graph, rows = graph, memory or RowMemory()
-        self._prices = {None: Prices(costs, rows)} | {
-            group: Prices(
-                costs if group in LINKS else ErringPrices(costs, {group: 1.0 + STEP}), rows
-            )
-            for group in PriceGroup
+        # One cost model for each group, by which `rows` finds again what it priced.
+        self._prices = {
+            group: Prices(_dearer(costs, _a_step_dearer(group)), rows)
+            for group in (None, *PriceGroup)
         }
         self.errors = dict.fromkeys(PriceGroup, 0.0)
         """Of each group, in the plans so far: the largest standard deviation that is stated."""
@@ -179,8 +184,12 @@ class StepSlopes:
         return step, (np.array(list(dearer.values())) - step) / STEP
 
     def _erring(self, plan: Plan, group: PriceGroup | None) -> tuple[Plan, Prices]:
-        factors = {} if group is None else {group: 1.0 + STEP}
-        return _slowed(plan, factors), self._prices[group]
+        return _slowed(plan, _a_step_dearer(group)), self._prices[group]
+
+
+def _a_step_dearer(group: PriceGroup | None) -> dict[PriceGroup, float]:
+    """The factors by which one group is dearer, or none is."""
+    return {} if group is None else {group: 1.0 + STEP}
 
 
 def price_errors(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import eq, is_
 from typing import Any, NamedTuple
 
 from stratagem.simulator.hardware.cluster import Cluster
@@ -88,13 +89,7 @@ class RowMemory:
 
     def cluster(self, cluster: Cluster) -> int:
         """A small number for a cluster, which cannot be hashed: the whole one, or a part."""
-        known = self._clusters
-        for number, each in enumerate(known):
-            if each is cluster:
-                return number
-        if cluster not in known:
-            known.append(cluster)
-        return known.index(cluster)
+        return _place(self._clusters, cluster, eq)
 
     def priced_by(self, cluster: Cluster, training: Training, costs: CostModel) -> int:
         """A small number for what prices depend on beside what an operator is, and on which mesh.
@@ -102,8 +97,7 @@ class RowMemory:
         Calibration and types of devices are those of a cluster and of its parts alike.
         """
         kinds = cluster.calibration, cluster.compute_slowdown, cluster.device_types
-        hardware = _place(self._hardware, kinds, lambda each: bool(each == kinds))
-        model = _place(self._costs, costs, lambda each: each is costs)
+        hardware, model = _place(self._hardware, kinds, eq), _place(self._costs, costs, is_)
         key = hardware, self.number(training), model
         return self._priced_by.setdefault(key, len(self._priced_by))
 
@@ -130,10 +124,10 @@ class RowMemory:
         return self._meshes[key]
 
 
-def _place(known: list[Any], value: Any, same: Callable[[Any], bool]) -> int:
+def _place(known: list[Any], value: Any, same: Callable[[Any, Any], bool]) -> int:
     """Where the same stands among what is known, behind which it is put if it does not."""
     for place, each in enumerate(known):
-        if same(each):
+        if each is value or same(each, value):
             return place
     known.append(value)
     return len(known) - 1

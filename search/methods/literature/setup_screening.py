@@ -215,7 +215,13 @@ class _Screen:
 
     @cached_property
     def _capacity(self) -> int:
-        return _capacity(self.situation)
+        """Bytes of the largest device: what needs more fits nowhere."""
+        cluster = self.situation.cluster
+        alone = {
+            cluster.device_type(k).name: DeviceMesh((MeshAxis("device", 1),), (k,))
+            for k in range(cluster.num_devices)
+        }
+        return max(mesh.memory_bytes(cluster) for mesh in alone.values())
 
 
 def _ladders(setups: Iterable[TrainingSetup]) -> Iterable[list[TrainingSetup]]:
@@ -389,16 +395,6 @@ def _within_stages(setup: TrainingSetup) -> TrainingSetup:
         bucket_bytes=0,
         partition="layers",
     )
-
-
-def _capacity(situation: Situation) -> int:
-    """Bytes of the largest device: what needs more fits nowhere."""
-    cluster = situation.cluster
-    alone = {
-        cluster.device_type(k).name: DeviceMesh((MeshAxis("device", 1),), (k,))
-        for k in range(cluster.num_devices)
-    }
-    return max(mesh.memory_bytes(cluster) for mesh in alone.values())
 
 
 def _held_bytes(priced: PricedPipeline) -> Floats:

@@ -60,8 +60,7 @@ def register_operator(kind: OperatorKind, kernel: Kernel, captured: Mapping[str,
         if "::" not in name and not hasattr(torch.ops.aten, name):
             raise ValueError(
                 f"kind {kind.name!r} is captured from {name!r}, and torch {torch.__version__} has "
-                f"no operator aten::{name}; operators of other libraries are "
-                "named LIBRARY::NAME"
+                f"no operator aten::{name}; operators of other libraries are named LIBRARY::NAME"
             )
     register_kind(kind)
     KERNELS[kind.name] = kernel
