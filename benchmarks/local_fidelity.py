@@ -105,8 +105,8 @@ class Measured:
     turns: tuple[tuple[float, ...], ...]
     timeline: Timeline
     load: float
-    paces: tuple[float, ...] = ()
-    """Of each turn the seconds of the reference kernel; none on a GPU."""
+    paces: tuple[tuple[float, ...], ...] = ()
+    """Of each turn the seconds of the reference kernel around its steps; none on a GPU."""
 
     @property
     def step_time(self) -> float:
@@ -142,7 +142,7 @@ def measure(setting: Setting, cache_file: Path) -> tuple[list[Measured], Cluster
             tuple(tuple(turn) for turn in each["turns"]),
             Timeline.from_dict(each["timeline"]),
             each["load"],
-            tuple(each["paces"]),
+            tuple(tuple(paces) for paces in each["paces"]),
         )
         for each in json.loads(text)
     ]
@@ -194,16 +194,17 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
             # On one batch a loss is so small in the end that cores compute with denormal numbers.
             interpreter.reset()
             result = train(interpreter, batches, steps, place=Place())
-            pace = statistics.fmean(result.reference_s) if result.reference_s else 0.0
-            done.append((result.step_times[warm], result.timeline, os.getloadavg()[0], pace))
+            paces = result.step_paces[warm]
+            done.append((result.step_times[warm], result.timeline, os.getloadavg()[0], paces))
     if comm.rank == 0:
         written = [_summary(done) for done in turns]
         (folder / "measured.json").write_text(json.dumps(written))
         (folder / "timings.json").write_text(encode(timings))
 
 
-Turn = tuple[tuple[float, ...], Timeline, float, float]
-"""Seconds of the steps, the timeline of the median one, the load and the pace of the machine."""
+Turn = tuple[tuple[float, ...], Timeline, float, tuple[float, ...]]
+"""Seconds of the steps, the timeline of the median one, the load of the machine, and the seconds
+of the reference kernel around each step."""
 
 
 def _summary(turns: Sequence[Turn]) -> dict[str, object]:
@@ -212,7 +213,7 @@ def _summary(turns: Sequence[Turn]) -> dict[str, object]:
         "turns": [seconds for seconds, *_ in turns],
         "timeline": middle[1].to_dict(),
         "load": statistics.fmean(load for _, _, load, _ in turns),
-        "paces": [pace for *_, pace in turns if pace],
+        "paces": [paces for *_, paces in turns if paces],
     }
 
 
@@ -236,12 +237,15 @@ class Compared:
 
     @property
     def errors_at_pace(self) -> list[float]:
-        """Of each turn, what is predicted at the pace that the cores had in it over measured."""
+        """Of each turn, the median of what is predicted at a step's pace over what it took."""
         if self.predicted.pace is None or not self.measured.paces:
             return []
         return [
-            self.predicted.at_pace(pace) / statistics.median(turn) - 1
-            for pace, turn in zip(self.measured.paces, self.measured.turns, strict=True)
+            statistics.median(
+                self.predicted.at_pace(pace) / took - 1
+                for pace, took in zip(paces, turn, strict=True)
+            )
+            for paces, turn in zip(self.measured.paces, self.measured.turns, strict=True)
         ]
 
 

@@ -56,8 +56,8 @@ class ExecutionResult(SavedValue):
         wall_times: of every step in seconds, from the end of the one before it on the host: with
             taking the batch, writing checkpoints and all else; that of the slowest rank. Files
             from before they were told have none.
-        reference_s: per rank the seconds that the reference kernel took between steps, on average
-            (see `hardware.core_pace`); empty on GPUs, and in files from before it was looked at.
+        step_paces: of every step the seconds that the reference kernel took around it, on the
+            slowest core (see `hardware.core_pace`); empty on GPUs and where ranks are threads.
         verdict: whether a first step was that of one device, if it was checked.
     """
 
@@ -77,7 +77,7 @@ class ExecutionResult(SavedValue):
     verdict: Verdict | None = None
     outputs: Mapping[str, Tensor] | None = None
     whole_averages: Mapping[str, Tensor] | None = None
-    reference_s: tuple[float, ...] = ()
+    step_paces: tuple[float, ...] = ()
 
     @property
     def tensors(self) -> dict[str, dict[str, Tensor] | None]:
@@ -173,7 +173,7 @@ class ExecutionResult(SavedValue):
             "first_step": self.first_step,
             "peak_bytes": self.peak_bytes,
             "no_graph": self.no_graph,
-            "reference_s": self.reference_s,
+            "step_paces": self.step_paces,
             "provenance": None if self.provenance is None else asdict(self.provenance),
         }
         return json.dumps(fields, ensure_ascii=False, allow_nan=False) + "\n"
@@ -217,7 +217,7 @@ def _read(fields: Mapping[str, Any]) -> ExecutionResult:
         no_graph=msgspec.convert(fields.get("no_graph", ""), str),
         provenance=msgspec.convert(fields.get("provenance"), Provenance | None),
         wall_times=numbers("wall_times"),
-        reference_s=numbers("reference_s"),
+        step_paces=numbers("step_paces"),
     )
 
 

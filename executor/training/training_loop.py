@@ -6,7 +6,6 @@ Every rank runs it with the same options and the same batches.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import warnings
 from collections import deque
@@ -315,7 +314,7 @@ def _train(
             found = None if record.loss is None else float(record.loss)
             save_checkpoint(interpreter, options.checkpoint, course, loss=found, keep=options.keep)
     place.enter(options.steps - 1, "bringing results together", slow=True)
-    times, spent = _slowest(durations, comm), _slowest(walls, comm)
+    times, spent, paces = (_slowest(each, comm) for each in (durations, walls, pace.of_steps()))
     result = _result(interpreter, losses, times, timed, start, options)
     peaks = _of_all(most_held, comm) if options.memory else ()
     return replace(
@@ -323,7 +322,7 @@ def _train(
         wall_times=spent,
         peak_bytes=peaks,
         no_graph=refused or "",
-        reference_s=pace.of_all(),
+        step_paces=paces,
     )
 
 
@@ -494,29 +493,42 @@ class _Flight:
 
 
 class _Pace:
-    """What the reference kernel takes between steps on the cores of processes, now and then."""
+    """What the reference kernel takes between steps on the cores of processes, now and then.
+
+    Every rank looks by its own clock: a step is between the last look before it and the next one.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._last = comm, -math.inf
         looks = comm.device.type == "cpu" and comm.backend != "local"
         self._kernel = ReferenceKernel(comm.device) if looks else None
-        self._seen: list[float] = []
+        self._seen: list[tuple[int, float]] = []
+        self._steps = 0
 
     def look(self) -> None:
+        """Say that a step begins."""
         if self._kernel is not None and time.monotonic() - self._last >= LOOK_SECONDS:
-            self._seen.append(self._kernel.seconds())
+            self._seen.append((self._steps, self._kernel.seconds()))
             self._last = time.monotonic()
+        self._steps += 1
 
-    def of_all(self) -> tuple[float, ...]:
-        """The means of all ranks in seconds, on rank 0."""
-        if not self._seen:
-            return ()
-        mean = round(1e9 * statistics.fmean(self._seen))
-        return tuple(1e-9 * each for each in _of_all(mean, self._comm))
+    def of_steps(self) -> list[int]:
+        """Nanoseconds of the kernel around every step on this rank; nothing where none looks."""
+        if self._kernel is None:
+            return []
+        self._seen.append((self._steps, self._kernel.seconds()))
+        before = zip(self._seen, self._seen[1:], strict=False)
+        return [
+            round(1e9 * (start + stop) / 2)
+            for (first, start), (last, stop) in before
+            for _ in range(first, last)
+        ]
 
 
 def _slowest(durations: Sequence[int], comm: Communicator) -> tuple[float, ...]:
-    """The seconds of every step, that of the rank that took longest."""
+    """The seconds of every step, that of the rank that took longest; nothing of nothing."""
+    if not durations:
+        return ()
     spent = torch.tensor(durations, dtype=torch.int64).to(comm.device)
     slowest = comm.all_reduce(spent, tuple(range(comm.world_size)), "max")
     return tuple(ns * 1e-9 for ns in slowest.tolist())

@@ -84,7 +84,6 @@ class DriftWatch:
         self.looks = [self.best]
         self._pending: list[str] = []
         self._slowest: dict[str, float] = {}
-        self._around: dict[str, float] = {}
 
     def timed(self, name: str) -> None:
         """Note that something was timed just now."""
@@ -98,15 +97,10 @@ class DriftWatch:
         for name in self._pending:
             around = max(seconds, self._last)
             self._slowest[name] = min(around, self._slowest.get(name, around))
-            self._around[name] = (seconds + self._last) / 2
         self._pending.clear()
         self.looks.append(seconds)
         self._last, self.best = seconds, min(seconds, self.best)
         self._checked = self._now()
-
-    def around(self, name: str) -> float:
-        """Seconds of the reference kernel around the last time that something was timed."""
-        return self._around[name]
 
     def slowness(self, name: str) -> float:
         """How many times its best time the reference kernel took around what was timed."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.profiler.cache.timing_keys import Measurement, error_of_median, summarise
 from stratagem.profiler.machine.device_clocks import DeviceClock, clock_of, num_threads
 from stratagem.profiler.timing.random_operands import (
@@ -20,7 +21,8 @@ from stratagem.profiler.timing.random_operands import (
     random_operands,
     viewed,
 )
-from stratagem.simulator.kernel_times.cost_model import SUMMED
+from stratagem.simulator.hardware.core_pace import at_pace
+from stratagem.simulator.kernel_times.cost_model import SUMMED, elasticity
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.torch_ops.kernels.randomness import RandomStream
@@ -52,13 +54,15 @@ class Timing:
 
     `num_outliers` of the runs of both passes were far off. They hardly move a median, so they are
     counted and not left out. `launches` are what the passes take the host of a GPU, beyond what a
-    call that does nothing takes it; empty on a CPU.
+    call that does nothing takes it; empty on a CPU. There `reference_s` is the pace that the times
+    are at: what the reference kernel took beside the runs, each of which is brought to it.
     """
 
     forward: Measurement
     backward: Measurement | None
     num_outliers: int = 0
     launches: tuple[Measurement, ...] = ()
+    reference_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -245,6 +249,7 @@ def _time_trial(
     evict = evictor(trial.device, effort)
     hosts: tuple[list[float], list[float]] = [], []
     others: list[Sequence[Tensor | None]] = []
+    paces = _Paces(trial)
 
     def before_forward() -> None:
         others.clear()
@@ -259,11 +264,13 @@ def _time_trial(
 
     def run() -> tuple[float, ...]:
         inputs, made = trial.operands.inputs, trial.output_gradients
-        forward, outputs = timed(trial.forward, clock, before_forward, warm=inputs)
+        seconds, outputs = timed(trial.forward, clock, before_forward, warm=inputs)
+        forward = paces.brought(seconds)
         hosts[0].append(clock.host_seconds)
         if not trial.has_backward:
             return (forward,)
-        backward, _ = timed(lambda: trial.backward(outputs), clock, before_backward, warm=made)
+        seconds, _ = timed(lambda: trial.backward(outputs), clock, before_backward, warm=made)
+        backward = paces.brought(seconds)
         hosts[1].append(clock.host_seconds)
         return forward, backward
 
@@ -271,7 +278,23 @@ def _time_trial(
     forward, *backward = map(summarise, passes)
     outliers = sum(map(count_outliers, passes))
     launches = _launches(trial.device, hosts) if clock.host_seconds else ()
-    return Timing(forward, backward[0] if backward else None, outliers, launches)
+    last = backward[0] if backward else None
+    return Timing(forward, last, outliers, launches, paces.reference_s)
+
+
+class _Paces:
+    """Looks at the reference kernel of a CPU beside each run, whose pace is the first one's."""
+
+    def __init__(self, trial: OperatorTrial) -> None:
+        self._kernel = ReferenceKernel(trial.device) if trial.device.type == "cpu" else None
+        self._elasticity = elasticity(trial.operator)
+        self.reference_s = self._kernel.seconds() if self._kernel else 0.0
+
+    def brought(self, seconds: float) -> float:
+        """What a run that just ended takes at the pace of `reference_s`."""
+        if self._kernel is None:
+            return seconds
+        return at_pace(seconds, self._kernel.glance(), self.reference_s, self._elasticity)
 
 
 def _launches(device: torch.device, hosts: Sequence[Sequence[float]]) -> tuple[Measurement, ...]:

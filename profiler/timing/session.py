@@ -123,15 +123,6 @@ class Estimate:
         return self.spent / self.weight_done * sum(self.weights[digest] for digest in rest)
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """A time, where it is kept, and what the reference kernel took around it."""
-
-    key: TimingKey
-    measured: Measurement
-    reference_s: float
-
-
 @dataclass
 class Session:
     """Times operators, watched for disturbances, and keeps what it finds.
@@ -152,7 +143,7 @@ class Session:
     num_outliers: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     timed: set[str] = field(default_factory=set)
-    found: dict[str, _Found] = field(default_factory=dict)
+    found: dict[str, tuple[TimingKey, Measurement]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Time all that is to do, then what was disturbed again; bring CPU times to one pace."""
@@ -221,26 +212,35 @@ class Session:
         timing = self._timing(operator)
         self.num_outliers += timing.num_outliers
         self.timed.add(digest)
-        passes: list[tuple[Direction, Measurement]] = [(Direction.FORWARD, timing.forward)]
-        if timing.backward is not None:
-            passes.insert(0, (Direction.BACKWARD, timing.backward))
+        passes = [
+            (direction, self._at_first_pace(measured, timing.reference_s, operator))
+            for direction, measured in (
+                (Direction.BACKWARD, timing.backward),
+                (Direction.FORWARD, timing.forward),
+            )
+            if measured is not None
+        ]
         launches = dict(zip(Direction, timing.launches, strict=False))
-        kept: list[tuple[TimingKey, Measurement]] = []
         for direction, measured in passes:
             key = TimingKey(
                 setting.environment, operator, setting.training.formats.kernels, direction
             )
             if direction in launches:
                 self._keep(launch_key(key), launches[direction])
-            if self._keep(key, measured):
-                kept.append((key, measured))
+            if self._keep(key, measured) and timing.reference_s:
+                self.found[key.digest] = key, measured
         if timing.forward.error:
             self.failures[digest] = f"{describe(operator)}: {timing.forward.error}"
         else:
             self.watch.timed(digest)
-            if self.setting.device.type == "cpu":
-                around = self.watch.around(digest)
-                self.found |= {key.digest: _Found(key, each, around) for key, each in kept}
+
+    def _at_first_pace(
+        self, measured: Measurement, reference_s: float, operator: Operator
+    ) -> Measurement:
+        """A time at the pace of the first look, so that it can be compared with others."""
+        if not reference_s:
+            return measured
+        return brought(measured, reference_s, self.watch.looks[0], elasticity(operator))
 
     def _keep(self, key: TimingKey, measured: Measurement) -> bool:
         before = self.setting.cache.own(key)
@@ -252,9 +252,9 @@ class Session:
         """Put times in place of those taken at whatever pace the cores had (`core_paces`)."""
         cache = self.setting.cache
         pace = keep_pace(cache, self.setting.environment, self.watch.looks)
-        for each in self.found.values():
-            share = elasticity(each.key.operator)
-            cache.put(each.key, brought(each.measured, each.reference_s, pace, share))
+        for key, measured in self.found.values():
+            share = elasticity(key.operator)
+            cache.put(key, brought(measured, self.watch.looks[0], pace, share))
 
     def _timing(self, operator: Operator) -> Timing:
         setting = self.setting

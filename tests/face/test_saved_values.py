@@ -51,7 +51,7 @@ RUN = sg.ExecutionResult(
     first_step=3,
     peak_bytes=(5 << 20, 3 << 20),
     wall_times=(0.02, 0.03),
-    reference_s=(4.1e-5, 5e-5),
+    step_paces=(4.1e-5, 5e-5),
     verdict=Verdict({"loss": 1e-7}, {"loss": 1e-4}),
 )
 
@@ -307,7 +307,7 @@ def test_a_loaded_run_is_compared_and_shown_as_the_first(tmp_path: Path) -> None
     RUN.save(tmp_path / "run.json")
     loaded = sg.ExecutionResult.load(tmp_path / "run.json")
     plain = ("losses", "step_times", "wall_times", "peak_bytes", "first_step", "no_graph")
-    for name in (*plain, "reference_s"):
+    for name in (*plain, "step_paces"):
         assert getattr(loaded, name) == getattr(RUN, name), name
     assert (loaded.provenance, loaded.verdict, loaded.backend) == (WHERE, RUN.verdict, "gloo")
     assert (loaded.step_time, loaded._repr_html_()) == (RUN.step_time, RUN._repr_html_())
@@ -340,7 +340,7 @@ def test_losses_that_are_no_numbers_are_kept_and_the_file_is_json() -> None:
 def test_result_files_from_before_are_read() -> None:
     """With what is no number as Python writes it, and without what later files tell."""
     content = json.loads(RUN.to_json())
-    lacking = ("first_step", "peak_bytes", "no_graph", "provenance", "wall_times", "reference_s")
+    lacking = ("first_step", "peak_bytes", "no_graph", "provenance", "wall_times", "step_paces")
     for name in lacking:
         del content[name]
     content["losses"] = [1.0, math.nan]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, median_high
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -54,11 +54,15 @@ class Timed(Protocol):
 
 @runtime_checkable
 class Paced(Protocol):
-    """What knows how fast the cores of every rank were: an execution or the report of one."""
+    """What knows how fast cores were around every step: an execution or the report of one."""
 
     @property
-    def reference_s(self) -> tuple[float, ...]:
-        """Per rank the seconds of the reference kernel; empty if nobody looked."""
+    def step_times(self) -> tuple[float, ...]:
+        """Of every step in seconds."""
+
+    @property
+    def step_paces(self) -> tuple[float, ...]:
+        """The seconds of the reference kernel around every step; empty if nobody looked."""
 
 
 @runtime_checkable
@@ -363,11 +367,18 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
 
 
 def _at_pace(predicted: Timed, measured: Timed) -> float | None:
-    """Seconds of a predicted step while cores are as fast as they were in the run."""
+    """Seconds of a predicted step while cores are as fast as they were in the run.
+
+    Each step is compared at its own pace, as paces change within seconds; the typical error of
+    all is that of the measured step.
+    """
     if not isinstance(predicted, Simulation) or predicted.pace is None:
         return None
-    looks = measured.reference_s if isinstance(measured, Paced) else ()
-    return predicted.at_pace(fmean(looks)) if looks else None
+    if not isinstance(measured, Paced) or not measured.step_paces:
+        return None
+    steps = zip(measured.step_paces, measured.step_times, strict=True)
+    ratios = [predicted.at_pace(pace) / took for pace, took in steps]
+    return measured.step_time * median_high(ratios)  # A step time is the lower median.
 
 
 def _note_on_pace(predicted: Timed, measured: Timed) -> Iterator[str]:
@@ -377,7 +388,7 @@ def _note_on_pace(predicted: Timed, measured: Timed) -> Iterator[str]:
     assert isinstance(predicted, Simulation)
     assert isinstance(measured, Paced)
     assert predicted.pace is not None
-    slower = fmean(measured.reference_s) / predicted.pace.reference_s - 1
+    slower = median(measured.step_paces) / predicted.pace.reference_s - 1
     which = "slower" if slower >= 0 else "faster"
     yield (
         f"The cores were {abs(slower):.0%} {which} in the run than while operators were timed, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from stratagem.executor.backends.threads import LocalCommunicator, run_local
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.running.execute import check_world, prepare
 from stratagem.executor.running.named_functions import make_data, make_rate
+from stratagem.executor.training import training_loop
 from stratagem.executor.training.batches import Batches, first_batch, units_of
 from stratagem.executor.training.learning_rates import RateSchedule
 from stratagem.executor.training.training_loop import RunOptions, check_equal
@@ -415,3 +417,25 @@ def test_training_refuses_what_no_optimizer_does() -> None:
         Training(betas=(0.9, 1.0))
     with pytest.raises(ValueError, match=r"weight_decay is -0\.1"):
         Training(weight_decay=-0.1)
+
+
+def test_a_step_is_between_two_looks_at_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks look every quarter of a second: steps of a tenth share what was seen around them."""
+    moment, looks = [0.0], iter([4e-5, 6e-5, 5e-5, 7e-5])
+    comm = types.SimpleNamespace(device=torch.device("cpu"), backend="gloo")
+    kernel = types.SimpleNamespace(seconds=lambda: next(looks))
+    monkeypatch.setattr(training_loop, "ReferenceKernel", lambda device: kernel)
+    clock = types.SimpleNamespace(monotonic=lambda: moment[0])
+    monkeypatch.setattr(training_loop, "time", clock)
+    pace = training_loop._Pace(comm)
+    for _ in range(7):
+        pace.look()
+        moment[0] += 0.1
+    assert pace.of_steps() == [50_000] * 3 + [55_000] * 3 + [60_000]
+
+
+def test_ranks_that_are_threads_look_at_no_cores() -> None:
+    comm = types.SimpleNamespace(device=torch.device("cpu"), backend="local")
+    pace = training_loop._Pace(comm)
+    pace.look()
+    assert pace.of_steps() == []

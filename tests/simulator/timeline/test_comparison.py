@@ -25,7 +25,7 @@ from stratagem.simulator.base.units import format_bytes, format_duration
 from stratagem.simulator.graph.models import resnet
 from stratagem.simulator.graph.placement import REPLICATE, Shard
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.hardware.core_pace import StepPace
+from stratagem.simulator.hardware.core_pace import OF_MOVING, StepPace
 from stratagem.simulator.hardware.device_mesh import DeviceMesh, MeshAxis
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
@@ -276,25 +276,44 @@ def test_a_run_on_slow_cores_is_compared_at_their_pace() -> None:
     assert "cores" not in "".join(compare(simulation, result).notes)
     paced = replace(simulation, pace=StepPace(4e-5, 0.6))
     assert compare(paced, result).at_pace is None  # Nobody looked during the run.
-    slow = replace(result, reference_s=(7e-5, 5e-5, 6e-5, 6e-5))
+    slow = replace(result, step_paces=(6e-5,) * result.num_steps)
     comparison = compare(paced, slow)
     exposed = statistics(simulation.timeline).exposed_communication.values()
     moving = sum(exposed) / len(exposed) / simulation.step_time
     assert 0 < moving < 1
-    wanted = simulation.step_time * ((1 - moving) * 1.5**0.6 + moving * 1.5**0.3)
+    wanted = simulation.step_time * ((1 - moving) * 1.5**0.6 + moving * 1.5**OF_MOVING)
     assert comparison.at_pace == pytest.approx(wanted, rel=1e-6)
     assert comparison.relative_error == compare(simulation, result).relative_error
     (note,) = comparison.notes
     assert "50% slower in the run" in note
     assert format_duration(wanted) in note
-    fast = compare(paced, replace(result, reference_s=(2e-5,) * 4))
+    fast = compare(paced, replace(result, step_paces=(2e-5,) * result.num_steps))
     assert "50% faster in the run" in fast.notes[0]
+
+
+def test_each_step_is_compared_at_its_own_pace() -> None:
+    """A minority of slow steps says nothing of the median one: the mean pace of all did."""
+    simulation, result = run([(0,), (1,)], "gpipe")
+    paced = replace(simulation, pace=StepPace(4e-5, 0.9))
+    usual = paced.at_pace(5e-5)
+    mixed = replace(
+        result,
+        step_times=(usual, usual, usual, 2 * usual, 3 * usual),
+        step_paces=(5e-5, 5e-5, 5e-5, 1.2e-4, 2e-4),
+    )
+    assert mixed.step_time == usual
+    assert compare(paced, mixed).at_pace == pytest.approx(usual)
+    uneven = replace(mixed, step_paces=(6e-5, 5e-5, 4.5e-5, 1.2e-4, 2e-4))
+    ratios = [
+        paced.at_pace(p) / s for p, s in zip(uneven.step_paces, uneven.step_times, strict=True)
+    ]
+    assert compare(paced, uneven).at_pace == pytest.approx(usual * sorted(ratios)[2])
 
 
 def test_a_pace_outlives_files(tmp_path: Path) -> None:
     simulation, result = run([(0,), (1,)], "gpipe")
     paced = replace(simulation, pace=StepPace(4e-5, 0.6))
-    slow = replace(result, reference_s=(5e-5, 5e-5))
+    slow = replace(result, step_paces=(5e-5,) * result.num_steps)
     paced.save(tmp_path / "step.json")
     slow.save(tmp_path / "run.json")
     loaded = Simulation.load(tmp_path / "step.json"), ExecutionResult.load(tmp_path / "run.json")
