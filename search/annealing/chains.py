@@ -11,13 +11,11 @@ import numpy as np
 from stratagem.searcher.annealing import _chain_kernels
 from stratagem.searcher.annealing._splitmix import seeded
 from stratagem.searcher.annealing.chain_state import begin_plays, own_arrays, shared_arrays
-from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem._score_kernels import OVER_MEMORY
 from stratagem.searcher.problem.priced_skeleton import Problem
-from stratagem.searcher.problem.scoring import peaks_of, scored_arrays
+from stratagem.searcher.problem.scoring import WholeScores, peaks_of
 from stratagem.searcher.processes.worker_processes import usable_cores
 from stratagem.simulator.base.arrays import Floats, Ints
-from stratagem.simulator.schedules.work_kinds import SEND
 
 WIDE_EVALUATIONS = 50_000
 """Each of the first two phases of a chain lasts at most so long, and at most half of it."""
@@ -147,12 +145,7 @@ class AnnealingChain:
 
     def score(self) -> float:
         """The score of the present choices, from scratch."""
-        p = self.problem
-        block_ns = np.zeros((SEND, p.num_stages), dtype=np.int64)
-        profiles = np.zeros((p.num_stages, 6), dtype=np.int64)
-        dirty = np.full(p.num_stages, _score_kernels.REPLAY, dtype=np.int64)
-        arrays = scored_arrays(p)
-        return float(_score_kernels.score_plan(dirty, self.choice, block_ns, profiles, arrays))
+        return WholeScores(self.problem).of(self.choice)
 
     def peaks(self) -> list[int]:
         """Bytes per device of each rank at its peak, under the present choices."""

@@ -55,7 +55,7 @@ from stratagem.searcher.problem.linear_measures import (
     longest_path,
 )
 from stratagem.searcher.problem.priced_skeleton import Problem
-from stratagem.searcher.problem.scoring import scored_arrays
+from stratagem.searcher.problem.scoring import WholeScores
 from stratagem.simulator.base.arrays import Floats, Ints
 from stratagem.simulator.hardware.resources import NUM_RESOURCES
 from stratagem.simulator.schedules.work_kinds import SEND
@@ -202,9 +202,7 @@ class _Relaxation:
         self._best: Multipliers | None = None
         self._kept: tuple[Multipliers, tuple[list[Floats], dict[Pair, Floats]]] | None = None
         self._forest: tuple[Pair, ...] = ()
-        stages = problem.num_stages
-        self._block_ns = np.zeros((SEND, stages), dtype=np.int64)
-        self._profiles = np.zeros((stages, 6), dtype=np.int64)
+        self._scores = WholeScores(problem)
 
     @property
     def is_full(self) -> bool:
@@ -215,16 +213,7 @@ class _Relaxation:
 
     def learn(self, choice: Ints, *, paths: bool = True) -> None:
         """Simulate a plan; remember the moments that bind under it and, if asked, the paths."""
-        problem = self.problem
-        score = float(
-            _score_kernels.score_plan(
-                np.full(problem.num_stages, _score_kernels.REPLAY, dtype=np.int64),
-                choice,
-                self._block_ns,
-                self._profiles,
-                scored_arrays(problem),
-            )
-        )
+        score = self._scores.of(choice)
         if score < self.score:
             self.score, self.choice = score, choice.copy()
         if paths:
@@ -274,13 +263,13 @@ class _Relaxation:
         problem = self.problem
         _, starts, situations, held_starts, held = problem.ranks
         for rank in range(problem.capacities.size):
-            peak = int(_score_kernels.rank_peak(rank, self._profiles, problem.ranks))
+            peak = int(_score_kernels.rank_peak(rank, self._scores.profiles, problem.ranks))
             if peak <= problem.capacities[rank]:
                 continue
             totals = [
-                self._profiles[situations[k, 0], 3 + situations[k, 1]]
+                self._scores.profiles[situations[k, 0], 3 + situations[k, 1]]
                 + sum(
-                    h[1] * self._profiles[h[0], 1] + h[2] * self._profiles[h[0], 2]
+                    h[1] * self._scores.profiles[h[0], 1] + h[2] * self._scores.profiles[h[0], 2]
                     for h in held[held_starts[k] : held_starts[k + 1]]
                 )
                 for k in range(starts[rank], starts[rank + 1])
@@ -349,7 +338,7 @@ class _Relaxation:
 
     def _fullness(self, rank: int) -> float:
         """What share of its memory a rank takes under the choices met last."""
-        peak = int(_score_kernels.rank_peak(rank, self._profiles, self.problem.ranks))
+        peak = int(_score_kernels.rank_peak(rank, self._scores.profiles, self.problem.ranks))
         return peak / float(self.problem.capacities[rank])
 
     def _mean_met_last(self, weights: dict[int, float]) -> float:

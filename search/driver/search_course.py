@@ -122,6 +122,7 @@ class SearchCourse:
         start: Plan | None,
     ) -> StopReason:
         stages, early = self._know(listed, schedules[0], baselines)
+        self.known_strategies.go_downhill(self.budget.evaluations)
         if not self._shares.past(0.5)():
             self.known_strategies.check_buckets()
         # A start is among the choices of its skeleton from the first, so that none is renumbered.

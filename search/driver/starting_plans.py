@@ -11,8 +11,10 @@ from typing import NamedTuple, TypeVar
 from stratagem.searcher.driver.incumbent import Incumbent
 from stratagem.searcher.driver.skeleton_entries import SkeletonEntry, SkeletonList, first_policies
 from stratagem.searcher.driver.skeleton_work import Sharpener
+from stratagem.searcher.improvement.class_descent import descend_by_classes
 from stratagem.searcher.methods.registry import METHODS
 from stratagem.searcher.methods.simple_strategies import baseline_names, proposals
+from stratagem.searcher.problem.priced_skeleton import NoChoiceError
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart
 from stratagem.searcher.space.canonical_meshes import canonical
@@ -234,6 +236,33 @@ class KnownStrategies:
         fastest, name, nbytes = min(found, default=(math.inf, "", 0))
         if fastest < self._incumbent.time * (1 - LEAST_GAIN):
             raise FasterInBucketsError(name, nbytes, Buckets(proposed=self._proposed))
+
+    def go_downhill(self, evaluations: int) -> None:
+        """Change the best of them by classes, where plans are played fast, and take what it gives.
+
+        Args:
+            evaluations: of the search; none asks for baselines alone.
+        """
+        space, effort = self._space, self._space.effort
+        known = [each for each in self._admitted if not self._why_not(each.plan)]
+        if space.is_small or not known or not evaluations:
+            return
+        best = min(known, key=rank)
+        skeleton, choices = canonical(
+            space.skeleton_of(best.plan), choices_of(best.plan), space.situation.cluster
+        )
+        entry = SkeletonEntry(skeleton, 0.0, starts=[choices], simulation=best)
+        if entry.num_axes > 2 or entry.num_passes > effort.near_passes(space.num_operators):
+            return
+        try:
+            problem, _ = self._sharpener.problem(entry.known)
+        except NoChoiceError:
+            return
+        most = min(effort.class_evaluations, effort.near_work // entry.num_passes)
+        check = space.situation.clock.check
+        found = descend_by_classes(problem, problem.encode(choices), most, check)
+        plan = self._sharpener.plan(problem, found)
+        self._incumbent.offer(space.situation.simulate(plan, always=True))
 
     def entries(self, slack: float) -> list[SkeletonEntry]:
         """The skeletons of the baselines that the search may choose for, the best plan's first.

@@ -11,6 +11,7 @@ from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem._score_kernels import ScoredArrays
 from stratagem.searcher.problem.priced_skeleton import Problem
 from stratagem.simulator.base.arrays import Ints
+from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.simulation.device_memory import DeviceMemory
 
 
@@ -33,6 +34,32 @@ def scored_arrays(p: Problem) -> ScoredArrays:
         table=p.table,
         plays=p.plays,
     )
+
+
+class WholeScores:
+    """Scores of plans from nothing: every block is played, whatever was played before.
+
+    Args:
+        problem: whose work space and table the kernels write to.
+
+    Attributes:
+        block_ns, profiles: of the last plan, as `_score_kernels.score` has them.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        stages = problem.num_stages
+        self.block_ns = np.zeros((SEND, stages), dtype=np.int64)
+        self.profiles = np.zeros((stages, 6), dtype=np.int64)
+        self._dirty = np.full(stages, _score_kernels.REPLAY, dtype=np.int64)
+        self._arrays = scored_arrays(problem)
+
+    def of(self, choice: Ints) -> float:
+        """Seconds of the step of some choices, more where a rank is over its memory."""
+        return float(
+            _score_kernels.score_plan(
+                self._dirty, choice, self.block_ns, self.profiles, self._arrays
+            )
+        )
 
 
 def beside_waiting(whole: Problem, now: Problem, memory: Sequence[DeviceMemory]) -> Problem | None:

@@ -89,6 +89,8 @@ class SearchEffort:
         near_work: work of evaluations by which such a strategy is searched then, at most.
         near_evaluations: how many these are at most. Of Llama 3 8B on 32 H100s 5,000 to 10,000
             make the plan 0.4 % better than ZeRO-3, in 2 s; 40,000 make none better, in 12 s.
+        class_evaluations: plans by which the best known strategy is changed by classes before
+            bounds are sharpened.
         together: skeletons sharpened at the same time, on any number of cores.
         bound_rounds: cutting planes of a skeleton's bound.
         enumerated: plans of a skeleton that is enumerated instead of searched, at most.
@@ -139,6 +141,7 @@ class SearchEffort:
     ahead: int = 32
     near_work: int = 2_000_000
     near_evaluations: Scaled = Scaled(40_000, 5_200_000, 0)
+    class_evaluations: int = 2_000
     together: int = 8
     bound_rounds: int = 12
     enumerated: int = 100_000
