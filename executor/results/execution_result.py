@@ -206,10 +206,16 @@ def _read(fields: Mapping[str, Any]) -> ExecutionResult:
     def numbers(name: str) -> tuple[float, ...]:
         return msgspec.convert(unmarked(fields.get(name, [])), tuple[float, ...])
 
+    times, paces = numbers("step_times"), numbers("step_paces")
+    if paces and (len(paces) != len(times) or not min(paces) > 0):
+        raise ValueError(
+            f"step_paces are {len(paces)} of {len(times)} steps, the least {min(paces):g} s; each "
+            "step has one above 0, or none has one"
+        )
     return ExecutionResult(
         plan=printable(msgspec.convert(fields["plan"], str)),
         losses=numbers("losses"),
-        step_times=numbers("step_times"),
+        step_times=times,
         timeline=Timeline.from_dict(fields["timeline"]),
         verdict=_heard(fields["verdict"]) if fields.get("verdict") else None,
         first_step=msgspec.convert(fields.get("first_step", 0), int),
@@ -217,7 +223,7 @@ def _read(fields: Mapping[str, Any]) -> ExecutionResult:
         no_graph=msgspec.convert(fields.get("no_graph", ""), str),
         provenance=msgspec.convert(fields.get("provenance"), Provenance | None),
         wall_times=numbers("wall_times"),
-        step_paces=numbers("step_paces"),
+        step_paces=paces,
     )
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from stratagem.basics.progress import Show
-from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.executor.checkpoints.folder import (
     KEEP,
     find_checkpoint,
@@ -46,6 +45,7 @@ from stratagem.executor.training.learning_rates import (
     moves_more_than_rates,
     settings_by_step,
 )
+from stratagem.executor.training.step_paces import StepPaces
 from stratagem.executor.watching.rank_place import Place
 from stratagem.simulator.base.field_types import check_fields
 from stratagem.simulator.base.units import format_duration
@@ -59,8 +59,6 @@ FIRST_TIMED, TIMED_EVERY = 10, 20
 MOST_AHEAD = 2
 """Steps that the host may have given a device before it waits for the first of them."""
 
-LOOK_SECONDS = 0.25
-"""The least time between two looks at the reference kernel."""
 SHOW_SECONDS = 0.25
 """The least time between two calls that show progress."""
 
@@ -265,7 +263,7 @@ def _train(
     durations: list[int] = []
     walls: list[int] = []
     flight = _Flight(comm.clock)
-    pace = _Pace(comm)
+    pace = StepPaces(comm)
     timed: deque[tuple[int, StepRecord]] = deque(maxlen=TIMED_STEPS)
     training = interpreter.program.plan.training
     refused = None
@@ -490,39 +488,6 @@ class _Flight:
         """Nanoseconds since this was last called, or since the first step."""
         before, self._last = self._last, time.perf_counter_ns()
         return self._last - before
-
-
-class _Pace:
-    """What the reference kernel takes between steps on the cores of processes, now and then.
-
-    Every rank looks by its own clock: a step is between the last look before it and the next one.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm, self._last = comm, -math.inf
-        looks = comm.device.type == "cpu" and comm.backend != "local"
-        self._kernel = ReferenceKernel(comm.device) if looks else None
-        self._seen: list[tuple[int, float]] = []
-        self._steps = 0
-
-    def look(self) -> None:
-        """Say that a step begins."""
-        if self._kernel is not None and time.monotonic() - self._last >= LOOK_SECONDS:
-            self._seen.append((self._steps, self._kernel.seconds()))
-            self._last = time.monotonic()
-        self._steps += 1
-
-    def of_steps(self) -> list[int]:
-        """Nanoseconds of the kernel around every step on this rank; nothing where none looks."""
-        if self._kernel is None:
-            return []
-        self._seen.append((self._steps, self._kernel.seconds()))
-        before = zip(self._seen, self._seen[1:], strict=False)
-        return [
-            round(1e9 * (start + stop) / 2)
-            for (first, start), (last, stop) in before
-            for _ in range(first, last)
-        ]
 
 
 def _slowest(durations: Sequence[int], comm: Communicator) -> tuple[float, ...]:

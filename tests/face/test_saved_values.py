@@ -350,6 +350,18 @@ def test_result_files_from_before_are_read() -> None:
     assert old.backend == ""
 
 
+@pytest.mark.parametrize(
+    ("paces", "wrong"),
+    [([4e-5], "1 of 2 steps"), ([4e-5, 0.0], "the least 0 s"), ([1e-5, -2.0], "-2")],
+)
+def test_a_result_file_whose_paces_are_not_those_of_its_steps_is_refused(
+    paces: list[float], wrong: str
+) -> None:
+    content = {**json.loads(RUN.to_json()), "step_paces": paces}
+    with pytest.raises(ValueError, match=wrong):
+        sg.ExecutionResult.from_json(json.dumps(content))
+
+
 # -- costs ----------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,11 @@ class Comparison:
         """Predicted over measured step time, less one."""
         return self.rows[0].predicted / self.rows[0].measured - 1
 
+    @property
+    def error_at_pace(self) -> float | None:
+        """The same of what is predicted at the pace of the run; None where that is not known."""
+        return None if self.at_pace is None else self.at_pace / self.rows[0].measured - 1
+
     @cached_property
     def most_off(self) -> tuple[Reason, ...]:
         """The three tasks whose errors weigh most, and what the measured step shows of why."""
@@ -273,7 +278,18 @@ class Comparison:
 
     @property
     def _remarks(self) -> list[str]:
-        """How full devices get, for the titles of the figure."""
+        """What the titles of the figure end with: the pace of the run, how full devices get."""
+        memory = self._memory_remarks or ["", ""]
+        if self.at_pace is None or self.error_at_pace is None:
+            return memory
+        pace = (
+            f"{format_duration(self.at_pace)} for cores as fast as in the run "
+            f"({self.error_at_pace:+.1%})"
+        )
+        return [", ".join(filter(None, (pace, memory[0]))), memory[1]]
+
+    @property
+    def _memory_remarks(self) -> list[str]:
         fullest = sorted(self.peaks, key=lambda row: -row.measured)[:MOST_NAMED]
         if not fullest:
             return []

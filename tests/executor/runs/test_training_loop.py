@@ -21,9 +21,10 @@ from stratagem.executor.backends.threads import LocalCommunicator, run_local
 from stratagem.executor.optimizers.make_optimizer import make_optimizer
 from stratagem.executor.running.execute import check_world, prepare
 from stratagem.executor.running.named_functions import make_data, make_rate
-from stratagem.executor.training import training_loop
+from stratagem.executor.training import step_paces
 from stratagem.executor.training.batches import Batches, first_batch, units_of
 from stratagem.executor.training.learning_rates import RateSchedule
+from stratagem.executor.training.step_paces import StepPaces
 from stratagem.executor.training.training_loop import RunOptions, check_equal
 from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.graph.operator_graph import OperatorGraph
@@ -424,10 +425,10 @@ def test_a_step_is_between_two_looks_at_the_cores(monkeypatch: pytest.MonkeyPatc
     moment, looks = [0.0], iter([4e-5, 6e-5, 5e-5, 7e-5])
     comm = types.SimpleNamespace(device=torch.device("cpu"), backend="gloo")
     kernel = types.SimpleNamespace(seconds=lambda: next(looks))
-    monkeypatch.setattr(training_loop, "ReferenceKernel", lambda device: kernel)
+    monkeypatch.setattr(step_paces, "ReferenceKernel", lambda device: kernel)
     clock = types.SimpleNamespace(monotonic=lambda: moment[0])
-    monkeypatch.setattr(training_loop, "time", clock)
-    pace = training_loop._Pace(comm)
+    monkeypatch.setattr(step_paces, "time", clock)
+    pace = StepPaces(comm)
     for _ in range(7):
         pace.look()
         moment[0] += 0.1
@@ -436,6 +437,6 @@ def test_a_step_is_between_two_looks_at_the_cores(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_that_are_threads_look_at_no_cores() -> None:
     comm = types.SimpleNamespace(device=torch.device("cpu"), backend="local")
-    pace = training_loop._Pace(comm)
+    pace = StepPaces(comm)
     pace.look()
     assert pace.of_steps() == []

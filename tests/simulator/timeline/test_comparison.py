@@ -284,9 +284,13 @@ def test_a_run_on_slow_cores_is_compared_at_their_pace() -> None:
     wanted = simulation.step_time * ((1 - moving) * 1.5**0.6 + moving * 1.5**OF_MOVING)
     assert comparison.at_pace == pytest.approx(wanted, rel=1e-6)
     assert comparison.relative_error == compare(simulation, result).relative_error
+    assert comparison.error_at_pace == pytest.approx(wanted / result.step_time - 1)
+    assert compare(simulation, result).error_at_pace is None
     (note,) = comparison.notes
     assert "50% slower in the run" in note
     assert format_duration(wanted) in note
+    title = comparison.figure.axes[0].get_title(loc="left")
+    assert f"{format_duration(wanted)} for cores as fast as in the run" in title
     fast = compare(paced, replace(result, step_paces=(2e-5,) * result.num_steps))
     assert "50% faster in the run" in fast.notes[0]
 
@@ -303,6 +307,7 @@ def test_each_step_is_compared_at_its_own_pace() -> None:
     )
     assert mixed.step_time == usual
     assert compare(paced, mixed).at_pace == pytest.approx(usual)
+    assert compare(paced, mixed).error_at_pace == pytest.approx(0.0, abs=1e-9)
     uneven = replace(mixed, step_paces=(6e-5, 5e-5, 4.5e-5, 1.2e-4, 2e-4))
     ratios = [
         paced.at_pace(p) / s for p, s in zip(uneven.step_paces, uneven.step_times, strict=True)
