@@ -105,6 +105,7 @@ class SearchCourse:
             except OutOfTimeError:
                 return StopReason.SECONDS
             finally:
+                self.known_strategies.take_descended()
                 if self._workers.failure:
                     self.notes["other processes"] = f"not used: {self._workers.failure}"
 
@@ -515,13 +516,12 @@ class SearchCourse:
 
     def _after_round(self, chains: Sequence[AnnealingChain]) -> bool:
         done = sum(chain.done for chain in chains)
-        _, best = min(chain.rank for chain in chains)
+        _, score = min(chain.rank for chain in chains)
+        best = min(score, self.incumbent.time)
         name, low, high = self._phase
         total = max(1, sum(chain.total for chain in chains))
-        self.trace.append(
-            TracePoint(self.evaluations + done, name, min(best, self.incumbent.time))
-        )
-        self.report(name, low + (high - low) * done / total, min(best, self.incumbent.time))
+        self.trace.append(TracePoint(self.evaluations + done, name, best))
+        self.report(name, low + (high - low) * done / total, best)
         return self._shares.is_up()
 
     def _spend(self, evaluations: int, share: float) -> None:

@@ -146,6 +146,7 @@ class KnownStrategies:
         self._unseen: dict[str, WorkPart[Proposed]] = {}
         self._show: Callable[[], None] = lambda: None
         self._admitted: list[Simulation] = []
+        self._descended: Simulation | None = None
 
     def first(self, schedule: str, methods: Sequence[str]) -> bool:
         """Simulate baselines until there is a plan to hand back, and whether there is one."""
@@ -238,7 +239,10 @@ class KnownStrategies:
             raise FasterInBucketsError(name, nbytes, Buckets(proposed=self._proposed))
 
     def go_downhill(self, evaluations: int) -> None:
-        """Change the best of them by classes, where plans are played fast, and take what it gives.
+        """Change the best of them by classes, where plans are played fast, and show what it gives.
+
+        It is what is given back where nothing better is found. The search itself goes on as it
+        would without: what it leaves alone as no better than the best plan does not depend on it.
 
         Args:
             evaluations: of the search; none asks for baselines alone.
@@ -262,7 +266,15 @@ class KnownStrategies:
         check = space.situation.clock.check
         found = descend_by_classes(problem, problem.encode(choices), most, check)
         plan = self._sharpener.plan(problem, found)
-        self._incumbent.offer(space.situation.simulate(plan, always=True))
+        simulation = space.situation.simulate(plan, always=True)
+        if self._incumbent.admits(simulation):
+            self._descended = simulation
+            self.shown = min(self.shown, simulation.step_time)
+
+    def take_descended(self) -> None:
+        """Take what `go_downhill` gave, if it is better than all that was found."""
+        if self._descended is not None:
+            self._incumbent.offer(self._descended)
 
     def entries(self, slack: float) -> list[SkeletonEntry]:
         """The skeletons of the baselines that the search may choose for, the best plan's first.

@@ -16,7 +16,7 @@ import torch
 
 CPU_SIZE, CUDA_SIZE = 128, 2048
 RUNS = 21
-GLANCED, COLD = 5, 2
+GLANCED, COLD = 5, 4
 """Runs of a glance, and those before them that bring the operands back into the caches."""
 WARMING, MOST_WARMING = 0.004, 1000
 """Seconds of runs before those that count, and how many at most. A core that just slept is slow

@@ -13,6 +13,7 @@ from stratagem.searcher.annealing.move_lists import moves_of
 from stratagem.searcher.driver.budget import Budget
 from stratagem.searcher.driver.incumbent import SearchProgress
 from stratagem.searcher.driver.search import search
+from stratagem.searcher.driver.starting_plans import KnownStrategies
 from stratagem.searcher.improvement.class_descent import descend_by_classes
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
 from stratagem.searcher.problem.scoring import WholeScores
@@ -21,7 +22,7 @@ from stratagem.simulator.graph.models import gpt
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.simulation.simulation import simulate_plan
+from stratagem.simulator.simulation.simulation import TELLS_APART, simulate_plan
 from tests.support.examples import examples
 from tests.support.pipelines import cut_at, meshes_of
 
@@ -117,3 +118,26 @@ def test_a_search_knows_a_good_plan_before_it_sharpens_bounds() -> None:
     known = min(each.step_time for each in found.baselines.values() if each.fits)
     assert early < known
     assert early <= 1.02 * found.simulation.step_time
+
+
+@pytest.mark.slow
+def test_it_is_given_back_where_nothing_better_is_found_and_changes_no_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the best plan from then on, it ended a search of Llama 3 0.4 % above where it had."""
+    graph = gpt(num_layers=12, hidden=768, num_heads=12, sequence=256, batch=64)
+    cluster = Cluster.preset("dgx-a100", num_nodes=1)
+
+    def stopped(told: SearchProgress) -> None:
+        if told.phase == "sharpening bounds":
+            raise KeyboardInterrupt
+
+    early = search(graph, cluster, budget=Budget(threads=1), progress=stopped)
+    assert early.simulation.step_time < min(
+        each.step_time for each in early.baselines.values() if each.fits
+    )
+    whole = search(graph, cluster, budget=Budget(threads=1), progress=False)
+    monkeypatch.setattr(KnownStrategies, "go_downhill", lambda *_: None)
+    without = search(graph, cluster, budget=Budget(threads=1), progress=False)
+    assert whole.simulation.step_time <= early.simulation.step_time * (1 + TELLS_APART)
+    assert whole.plan.stages == without.plan.stages
