@@ -122,10 +122,16 @@ print(computed(1), sum(computed.stats.cache_hits.values()))
 
 def caller(folder, times, added, unused=0):
     """A process that has begun to run a kernel of these constants."""
-    (folder / "constants.py").write_text(CONSTANTS.format(times=times, unused=unused))
-    (folder / "called.py").write_text(CALLED.format(added=added))
-    if not (folder / "caller.py").exists():
-        (folder / "caller.py").write_text(CALLER)
+    files = {
+        "constants.py": CONSTANTS.format(times=times, unused=unused),
+        "called.py": CALLED.format(added=added),
+        "caller.py": CALLER,
+    }
+    for name, text in files.items():
+        path = folder / name
+        # Another process may read it just now: one of an empty file found nothing to import.
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
     paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "caller.py"],
