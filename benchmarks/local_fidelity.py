@@ -194,7 +194,7 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
             # On one batch a loss is so small in the end that cores compute with denormal numbers.
             interpreter.reset()
             result = train(interpreter, batches, steps, place=Place())
-            paces = result.step_paces[warm]
+            paces = tuple(map(max, result.step_paces[warm]))
             done.append((result.step_times[warm], result.timeline, os.getloadavg()[0], paces))
     if comm.rank == 0:
         written = [_summary(done) for done in turns]
@@ -204,7 +204,7 @@ def take_turns(comm: Communicator, setting: Setting, folder: Path) -> None:
 
 Turn = tuple[tuple[float, ...], Timeline, float, tuple[float, ...]]
 """Seconds of the steps, the timeline of the median one, the load of the machine, and the seconds
-of the reference kernel around each step."""
+of the reference kernel around each step, on the slowest core."""
 
 
 def _summary(turns: Sequence[Turn]) -> dict[str, object]:

@@ -56,8 +56,8 @@ class ExecutionResult(SavedValue):
         wall_times: of every step in seconds, from the end of the one before it on the host: with
             taking the batch, writing checkpoints and all else; that of the slowest rank. Files
             from before they were told have none.
-        step_paces: of every step the seconds that the reference kernel took around it, on the
-            slowest core (see `hardware.core_pace`); empty on GPUs and where ranks are threads.
+        step_paces: of every step, per rank, the seconds that the reference kernel took around it
+            (see `hardware.core_pace`); empty on GPUs and where ranks are threads.
         verdict: whether a first step was that of one device, if it was checked.
     """
 
@@ -77,7 +77,7 @@ class ExecutionResult(SavedValue):
     verdict: Verdict | None = None
     outputs: Mapping[str, Tensor] | None = None
     whole_averages: Mapping[str, Tensor] | None = None
-    step_paces: tuple[float, ...] = ()
+    step_paces: tuple[tuple[float, ...], ...] = ()
 
     @property
     def tensors(self) -> dict[str, dict[str, Tensor] | None]:
@@ -206,11 +206,13 @@ def _read(fields: Mapping[str, Any]) -> ExecutionResult:
     def numbers(name: str) -> tuple[float, ...]:
         return msgspec.convert(unmarked(fields.get(name, [])), tuple[float, ...])
 
-    times, paces = numbers("step_times"), numbers("step_paces")
-    if paces and (len(paces) != len(times) or not min(paces) > 0):
+    times = numbers("step_times")
+    paces = msgspec.convert(fields.get("step_paces", []), tuple[tuple[float, ...], ...])
+    least = min((pace for step in paces for pace in step), default=0.0)
+    if paces and (len(paces) != len(times) or len(set(map(len, paces))) > 1 or not least > 0):
         raise ValueError(
-            f"step_paces are {len(paces)} of {len(times)} steps, the least {min(paces):g} s; each "
-            "step has one above 0, or none has one"
+            f"step_paces are those of {len(paces)} of {len(times)} steps, the least {least:g} s; "
+            "give each step one above 0 of every rank, or none any"
         )
     return ExecutionResult(
         plan=printable(msgspec.convert(fields["plan"], str)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+import torch
+
 from stratagem.basics.reference_kernel import ReferenceKernel
 from stratagem.executor.communication.communicator import Communicator
 
@@ -35,6 +37,19 @@ class StepPaces:
             self._seen.append((self._steps, self._kernel.seconds()))
             self._last = time.monotonic()
         self._steps += 1
+
+    def of_all(self, comm: Communicator) -> tuple[tuple[float, ...], ...]:
+        """Of every step the seconds of all ranks on rank 0, of this rank alone elsewhere."""
+        if self._kernel is None:
+            return ()
+        everyone = tuple(range(comm.world_size))
+        own = torch.tensor(self.of_steps(), dtype=torch.int64)
+        gathered = comm.gather(own, [tuple(own.shape)] * comm.world_size, 0, everyone)
+        columns = [own] if gathered is None else gathered
+        return tuple(
+            tuple(1e-9 * each for each in step)
+            for step in zip(*(column.tolist() for column in columns), strict=True)
+        )
 
     def of_steps(self) -> list[int]:
         """Nanoseconds of the kernel around every step on this rank; nothing where none looks."""

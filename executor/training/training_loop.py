@@ -312,7 +312,7 @@ def _train(
             found = None if record.loss is None else float(record.loss)
             save_checkpoint(interpreter, options.checkpoint, course, loss=found, keep=options.keep)
     place.enter(options.steps - 1, "bringing results together", slow=True)
-    times, spent, paces = (_slowest(each, comm) for each in (durations, walls, pace.of_steps()))
+    times, spent = _slowest(durations, comm), _slowest(walls, comm)
     result = _result(interpreter, losses, times, timed, start, options)
     peaks = _of_all(most_held, comm) if options.memory else ()
     return replace(
@@ -320,7 +320,7 @@ def _train(
         wall_times=spent,
         peak_bytes=peaks,
         no_graph=refused or "",
-        step_paces=paces,
+        step_paces=pace.of_all(comm),
     )
 
 
@@ -491,9 +491,7 @@ class _Flight:
 
 
 def _slowest(durations: Sequence[int], comm: Communicator) -> tuple[float, ...]:
-    """The seconds of every step, that of the rank that took longest; nothing of nothing."""
-    if not durations:
-        return ()
+    """The seconds of every step, that of the rank that took longest."""
     spent = torch.tensor(durations, dtype=torch.int64).to(comm.device)
     slowest = comm.all_reduce(spent, tuple(range(comm.world_size)), "max")
     return tuple(ns * 1e-9 for ns in slowest.tolist())

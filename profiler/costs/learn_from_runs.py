@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from stratagem.profiler.cache.timing_keys import (
     dispatch_key,
     operator_digest,
 )
+from stratagem.profiler.timing.core_paces import keep_pace
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Shard, local_sizes
-from stratagem.simulator.kernel_times.cost_model import Direction, local_operator
+from stratagem.simulator.hardware.core_pace import at_pace
+from stratagem.simulator.kernel_times.cost_model import Direction, elasticity, local_operator
 from stratagem.simulator.operators.kinds.operator_kinds import kind_of
 from stratagem.simulator.operators.operator import Operator
 from stratagem.simulator.plan.plan import Plan, Stage
@@ -26,7 +28,7 @@ from stratagem.simulator.plan.provenance import Environment
 from stratagem.simulator.plan.token_slice_plan import pass_graphs
 from stratagem.simulator.schedules.actions import ActionKind
 from stratagem.simulator.sharding.choice import Choice
-from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.timeline.timeline import Timeline, lane_group
 
 LEAST_SECONDS = 1e-7
 
@@ -37,6 +39,7 @@ def learn(
     plan: Plan,
     cache: TimingCache,
     environment: Environment,
+    paces: Mapping[str, float] | None = None,
 ) -> int:
     """Keep the operators of a measured step, so that the next prediction is made of them.
 
@@ -58,6 +61,9 @@ def learn(
         cache: where the times go; those of older runs and imported ones are replaced, those that
             the profiler measured stay, since they are trusted more.
         environment: where it ran, as the costs that read the cache will name it.
+        paces: of each group of lanes, such as ``rank 0``, the seconds that the reference kernel
+            took around the step. Times are brought to the pace of the environment's other times,
+            and these looks count in what its cores take on average; without any they stay.
 
     Returns:
         How many passes were kept.
@@ -67,14 +73,21 @@ def learn(
     """
     graph = plan.on(graph)
     plan, parts = pass_graphs(plan, graph)
-    took = _seconds_by_task(timeline)
+    took, paces = _seconds_by_task(timeline), paces or {}
+    pace = keep_pace(cache, environment, list(paces.values())) if paces else 0.0
     kept = 0
     for s, stage in enumerate(plan.stages):
         for name, choice in stage.choices.items():
             if choice.chunks > 1 or _has_collectives(parts[0].operator(name), choice.config):
                 continue
+            share = elasticity(parts[0].operator(name))
             for direction in _whole_passes(plan):
-                runs = took.get(f"{name} {direction.value}", [])
+                runs = [
+                    [at_pace(each, paces.get(group, pace), pace, share) for each in lane]
+                    if paces
+                    else lane
+                    for group, lane in took.get(f"{name} {direction.value}", [])
+                ]
                 slices = _slices_in_order(plan, s, direction)
                 for local, seconds in _by_operator(name, choice, stage, parts, runs, slices):
                     key = TimingKey(environment, local, plan.training.formats.kernels, direction)
@@ -82,13 +95,17 @@ def learn(
     return kept
 
 
-def _seconds_by_task(timeline: Timeline) -> dict[str, list[list[float]]]:
-    """Per task and lane the seconds that it took, one run after the other."""
+def _seconds_by_task(timeline: Timeline) -> dict[str, list[tuple[str, list[float]]]]:
+    """Per task and lane, of which the group is told, what it took, one run after the other."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in np.argsort(timeline.start, kind="stable").tolist():
         seconds = int(timeline.end[row] - timeline.start[row]) * 1e-9
         found[timeline.names[row]][int(timeline.lane[row])].append(seconds)
-    return {name: list(lanes.values()) for name, lanes in found.items()}
+    groups = [lane_group(lane) for lane in timeline.lanes]
+    return {
+        name: [(groups[lane], seconds) for lane, seconds in lanes.items()]
+        for name, lanes in found.items()
+    }
 
 
 def _slices_in_order(plan: Plan, stage: int, direction: Direction) -> list[int]:

@@ -51,7 +51,7 @@ RUN = sg.ExecutionResult(
     first_step=3,
     peak_bytes=(5 << 20, 3 << 20),
     wall_times=(0.02, 0.03),
-    step_paces=(4.1e-5, 5e-5),
+    step_paces=((4.1e-5, 5e-5), (6e-5, 4.2e-5)),
     verdict=Verdict({"loss": 1e-7}, {"loss": 1e-4}),
 )
 
@@ -352,10 +352,16 @@ def test_result_files_from_before_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("paces", "wrong"),
-    [([4e-5], "1 of 2 steps"), ([4e-5, 0.0], "the least 0 s"), ([1e-5, -2.0], "-2")],
+    [
+        ([[4e-5, 5e-5]], "1 of 2 steps"),
+        ([[4e-5, 5e-5], [4e-5, 0.0]], "the least 0 s"),
+        ([[1e-5], [-2.0]], "the least -2 s"),
+        ([[1e-5], [1e-5, 2e-5]], "one above 0 of every rank"),
+        ([[], []], "one above 0 of every rank"),
+    ],
 )
 def test_a_result_file_whose_paces_are_not_those_of_its_steps_is_refused(
-    paces: list[float], wrong: str
+    paces: list[list[float]], wrong: str
 ) -> None:
     content = {**json.loads(RUN.to_json()), "step_paces": paces}
     with pytest.raises(ValueError, match=wrong):

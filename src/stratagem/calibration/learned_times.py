@@ -20,6 +20,8 @@ def learn_from(
         ...     learn_from(ExecutionResult.load("run.json"), graph, plan, cache)
         48
 
+    Times are brought to the pace of the other times, where the run says how fast its cores were.
+
     Returns:
         How many passes were kept (see `learn_from_runs.learn`).
 
@@ -27,7 +29,17 @@ def learn_from(
         ValueError: when the file does not say what ran it, or it was threads of one process,
             devices of several types, or another precision than the plan's.
     """
-    return learn(result.timeline, graph, plan, cache, _checked(result, plan).environment)
+    environment = _checked(result, plan).environment
+    return learn(result.timeline, graph, plan, cache, environment, _paces(result))
+
+
+def _paces(result: ExecutionResult) -> dict[str, float]:
+    """Of each rank the pace of its core around the step that the timeline is of."""
+    if not result.step_paces:
+        return {}
+    length, times = result.timeline.duration, result.step_times
+    step = min(range(len(times)), key=lambda number: abs(times[number] - length))
+    return {f"rank {rank}": pace for rank, pace in enumerate(result.step_paces[step])}
 
 
 def _checked(result: ExecutionResult, plan: Plan) -> Provenance:

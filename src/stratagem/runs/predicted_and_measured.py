@@ -61,8 +61,8 @@ class Paced(Protocol):
         """Of every step in seconds."""
 
     @property
-    def step_paces(self) -> tuple[float, ...]:
-        """The seconds of the reference kernel around every step; empty if nobody looked."""
+    def step_paces(self) -> tuple[tuple[float, ...], ...]:
+        """Of every step, per rank, the seconds of the reference kernel; empty if nobody looked."""
 
 
 @runtime_checkable
@@ -385,15 +385,15 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
 def _at_pace(predicted: Timed, measured: Timed) -> float | None:
     """Seconds of a predicted step while cores are as fast as they were in the run.
 
-    Each step is compared at its own pace, as paces change within seconds; the typical error of
-    all is that of the measured step.
+    Each step is compared at its own pace, as paces change within seconds, that of the slowest
+    core, for which the others wait; the typical error of all is that of the measured step.
     """
     if not isinstance(predicted, Simulation) or predicted.pace is None:
         return None
     if not isinstance(measured, Paced) or not measured.step_paces:
         return None
     steps = zip(measured.step_paces, measured.step_times, strict=True)
-    ratios = [predicted.at_pace(pace) / took for pace, took in steps]
+    ratios = [predicted.at_pace(max(paces)) / took for paces, took in steps]
     return measured.step_time * median_high(ratios)  # A step time is the lower median.
 
 
@@ -404,11 +404,11 @@ def _note_on_pace(predicted: Timed, measured: Timed) -> Iterator[str]:
     assert isinstance(predicted, Simulation)
     assert isinstance(measured, Paced)
     assert predicted.pace is not None
-    slower = median(measured.step_paces) / predicted.pace.reference_s - 1
+    slower = median(map(max, measured.step_paces)) / predicted.pace.reference_s - 1
     which = "slower" if slower >= 0 else "faster"
     yield (
-        f"The cores were {abs(slower):.0%} {which} in the run than while operators were timed, "
-        f"by a reference kernel; at that pace a step is predicted at "
+        f"The slowest core was {abs(slower):.0%} {which} in the run than cores while operators "
+        f"were timed, by a reference kernel; at that pace a step is predicted at "
         f"{format_duration(then)} ({then / measured.step_time - 1:+.0%})."
     )
 

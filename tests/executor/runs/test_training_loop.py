@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -440,3 +441,19 @@ def test_ranks_that_are_threads_look_at_no_cores() -> None:
     pace = StepPaces(comm)
     pace.look()
     assert pace.of_steps() == []
+
+
+def test_paces_of_all_ranks_come_together_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has one of every rank: which core was slow in it says who waited for whom."""
+    kernel = types.SimpleNamespace(seconds=lambda: 4e-5)
+    monkeypatch.setattr(step_paces, "ReferenceKernel", lambda device: kernel)
+
+    def run(comm: LocalCommunicator) -> tuple[tuple[float, ...], ...]:
+        comm.backend = "gloo"
+        paces = StepPaces(comm)
+        monkeypatch.setattr(paces, "of_steps", lambda: [40_000 + comm.rank, 50_000 + comm.rank])
+        return paces.of_all(comm)
+
+    first, second = run_local(2, run)
+    assert np.array(first) == pytest.approx(np.array([[4e-5, 4.0001e-5], [5e-5, 5.0001e-5]]))
+    assert np.array(second) == pytest.approx(np.array([[4.0001e-5], [5.0001e-5]]))

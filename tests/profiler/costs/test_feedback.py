@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stratagem.calibration.learned_times import learn_from
+from stratagem.calibration.learned_times import _paces, learn_from
 from stratagem.executor.results.execution_result import ExecutionResult
 from stratagem.profiler import (
     Effort,
@@ -24,7 +24,8 @@ from stratagem.profiler import (
     plan_operators,
     profile_operators,
 )
-from stratagem.profiler.cache.timing_keys import LEARNED, Trust, passes_of
+from stratagem.profiler.cache.timing_keys import LEARNED, PaceOf, Trust, pace_key, passes_of
+from stratagem.profiler.timing.core_paces import keep_pace
 from stratagem.profiler.timing.operator_timing import OperatorTrial
 from stratagem.runs.predicted_and_measured import compare
 from stratagem.searcher.space.training_setup import TrainingSetup
@@ -33,12 +34,18 @@ from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import local_sizes
 from stratagem.simulator.hardware.cluster import Cluster
-from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, local_operator
+from stratagem.simulator.hardware.core_pace import at_pace
+from stratagem.simulator.kernel_times.cost_model import (
+    Direction,
+    RooflineCosts,
+    elasticity,
+    local_operator,
+)
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.plan.provenance import Provenance
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
-from stratagem.simulator.timeline.timeline import Timeline
+from stratagem.simulator.timeline.timeline import Timeline, lane_group
 from tests.support.plans import one_stage, sharding
 
 QUICK = Effort(seconds=0.0, min_repeats=2, evict_bytes=0, max_drift=float("inf"))
@@ -85,6 +92,50 @@ def test_the_next_prediction_is_what_the_run_showed(tmp_path: Path) -> None:
     ):
         if kind in PASSES:
             assert end - start == pytest.approx(spans[name], rel=1e-6, abs=2)
+
+
+def test_what_a_run_shows_is_brought_to_the_pace_of_the_other_times(tmp_path: Path) -> None:
+    """A run on cores half as fast taught times twice as long, as if all had been so slow."""
+    plan = plan_on_cpus()
+    run = simulate_plan(plan, GRAPH, RooflineCosts()).timeline
+    (group,) = {lane_group(lane) for lane in run.lanes if "compute" in lane}
+    seconds = {}
+    for name, paces in {"plain": {}, "paced": {group: 8e-5}}.items():
+        with TimingCache(tmp_path / f"{name}.sqlite") as cache:
+            keep_pace(cache, environment(), [4e-5] * 200)
+            learn(run, GRAPH, plan, cache, environment(), paces)
+            seconds[name] = {
+                entry.key.digest: (entry.measurement.median_s, elasticity(entry.key.operator))
+                for entry in cache.entries()
+                if entry.measurement.origin == LEARNED
+            }
+            if paces:  # The look counts among those of the profile.
+                kept = cache.own(pace_key(environment(), PaceOf.CORES))
+                assert kept is not None
+                assert kept.median_s == pytest.approx((200 * 4e-5 + 8e-5) / 201)
+    assert seconds["plain"].keys() == seconds["paced"].keys() != set()
+    for digest, (plain, share) in seconds["plain"].items():
+        wanted = at_pace(plain, 8e-5, 4e-5, share)
+        assert seconds["paced"][digest][0] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_step_of_the_timeline_tells_at_which_paces_it_was(tmp_path: Path) -> None:
+    """Two steps, of which the second was made on slow cores, and is the one that is told."""
+    plan = plan_on_cpus()
+    timeline = simulate_plan(plan, GRAPH, RooflineCosts()).timeline
+    where = Provenance("gloo", "float32", environment(), ("cpu",) * 2, "0.1.0", "3.12")
+    result = ExecutionResult(
+        plan.name,
+        (1.0, 1.0),
+        (timeline.duration / 2, timeline.duration),
+        timeline,
+        provenance=where,
+        step_paces=((1e-5, 2e-5), (3e-5, 4e-5)),
+    )
+    assert _paces(result) == {"rank 0": 3e-5, "rank 1": 4e-5}
+    assert _paces(replace(result, step_paces=())) == {}
+    with TimingCache(tmp_path / "timings.sqlite") as cache:
+        assert learn_from(result, GRAPH, plan, cache) > 0
 
 
 def test_operators_in_pieces_are_not_learnt(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_a_run_on_slow_cores_is_compared_at_their_pace() -> None:
     assert "cores" not in "".join(compare(simulation, result).notes)
     paced = replace(simulation, pace=StepPace(4e-5, 0.6))
     assert compare(paced, result).at_pace is None  # Nobody looked during the run.
-    slow = replace(result, step_paces=(6e-5,) * result.num_steps)
+    slow = replace(result, step_paces=((6e-5, 5e-5, 4e-5, 5e-5),) * result.num_steps)
     comparison = compare(paced, slow)
     exposed = statistics(simulation.timeline).exposed_communication.values()
     moving = sum(exposed) / len(exposed) / simulation.step_time
@@ -291,7 +291,7 @@ def test_a_run_on_slow_cores_is_compared_at_their_pace() -> None:
     assert format_duration(wanted) in note
     title = comparison.figure.axes[0].get_title(loc="left")
     assert f"{format_duration(wanted)} for cores as fast as in the run" in title
-    fast = compare(paced, replace(result, step_paces=(2e-5,) * result.num_steps))
+    fast = compare(paced, replace(result, step_paces=((2e-5,),) * result.num_steps))
     assert "50% faster in the run" in fast.notes[0]
 
 
@@ -303,14 +303,14 @@ def test_each_step_is_compared_at_its_own_pace() -> None:
     mixed = replace(
         result,
         step_times=(usual, usual, usual, 2 * usual, 3 * usual),
-        step_paces=(5e-5, 5e-5, 5e-5, 1.2e-4, 2e-4),
+        step_paces=((4e-5, 5e-5), (5e-5, 5e-5), (5e-5, 1e-5), (1.2e-4, 4e-5), (2e-4, 4e-5)),
     )
     assert mixed.step_time == usual
     assert compare(paced, mixed).at_pace == pytest.approx(usual)
     assert compare(paced, mixed).error_at_pace == pytest.approx(0.0, abs=1e-9)
-    uneven = replace(mixed, step_paces=(6e-5, 5e-5, 4.5e-5, 1.2e-4, 2e-4))
+    uneven = replace(mixed, step_paces=((6e-5,), (5e-5,), (4.5e-5,), (1.2e-4,), (2e-4,)))
     ratios = [
-        paced.at_pace(p) / s for p, s in zip(uneven.step_paces, uneven.step_times, strict=True)
+        paced.at_pace(p[0]) / s for p, s in zip(uneven.step_paces, uneven.step_times, strict=True)
     ]
     assert compare(paced, uneven).at_pace == pytest.approx(usual * sorted(ratios)[2])
 
@@ -318,7 +318,7 @@ def test_each_step_is_compared_at_its_own_pace() -> None:
 def test_a_pace_outlives_files(tmp_path: Path) -> None:
     simulation, result = run([(0,), (1,)], "gpipe")
     paced = replace(simulation, pace=StepPace(4e-5, 0.6))
-    slow = replace(result, step_paces=(5e-5,) * result.num_steps)
+    slow = replace(result, step_paces=((5e-5, 4e-5),) * result.num_steps)
     paced.save(tmp_path / "step.json")
     slow.save(tmp_path / "run.json")
     loaded = Simulation.load(tmp_path / "step.json"), ExecutionResult.load(tmp_path / "run.json")
