@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from stratagem.profiler.cache.kept_paces import keep_pace
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import (
     LEARNED,
@@ -16,7 +17,6 @@ from stratagem.profiler.cache.timing_keys import (
     dispatch_key,
     operator_digest,
 )
-from stratagem.profiler.timing.core_paces import keep_pace
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.graph.placement import Config, Shard, local_sizes
 from stratagem.simulator.hardware.core_pace import at_pace

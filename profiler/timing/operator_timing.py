@@ -74,7 +74,7 @@ class Effort:
     CPU that pushes the interpreter out of the caches too, which a step does not; so where code is
     to be `warm_code`, the same operator runs on other tensors in between. What was timed while the
     device was more than `max_drift` slower than at its best is timed again; None allows
-    `GPU_DRIFT` or `CPU_DRIFT`: times of CPUs are brought to one pace (see `core_paces`).
+    `GPU_DRIFT` or `CPU_DRIFT`: times of CPUs are brought to one pace (see `kept_paces`).
     """
 
     seconds: float = 0.3

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from stratagem.basics.reference_kernel import ReferenceKernel
+from stratagem.profiler.cache.kept_paces import brought, keep_pace
 from stratagem.profiler.cache.timing_cache import TimingCache
 from stratagem.profiler.cache.timing_keys import (
     Measurement,
@@ -26,7 +27,6 @@ from stratagem.profiler.machine.drift_watch import (
     DriftWatch,
     throttle_reasons,
 )
-from stratagem.profiler.timing.core_paces import brought, keep_pace
 from stratagem.profiler.timing.operator_timing import (
     Effort,
     Timing,
@@ -249,7 +249,7 @@ class Session:
         return False
 
     def _bring_to_one_pace(self) -> None:
-        """Put times in place of those taken at whatever pace the cores had (`core_paces`)."""
+        """Put times in place of those taken at whatever pace the cores had (`kept_paces`)."""
         cache = self.setting.cache
         pace = keep_pace(cache, self.setting.environment, self.watch.looks)
         for key, measured in self.found.values():

@@ -24,8 +24,8 @@ from stratagem.profiler import (
     plan_operators,
     profile_operators,
 )
+from stratagem.profiler.cache.kept_paces import keep_pace
 from stratagem.profiler.cache.timing_keys import LEARNED, PaceOf, Trust, pace_key, passes_of
-from stratagem.profiler.timing.core_paces import keep_pace
 from stratagem.profiler.timing.operator_timing import OperatorTrial
 from stratagem.runs.predicted_and_measured import compare
 from stratagem.searcher.space.training_setup import TrainingSetup
