@@ -55,7 +55,7 @@ class StepPace:
 
         Example:
             >>> round(StepPace(4e-5, 0.7).slower(8e-5, communicating=0.25), 3)
-            1.526
+            1.486
 
         Args:
             reference_s: seconds that the reference kernel takes then.

@@ -134,7 +134,7 @@ def elasticity(operator: Operator) -> float:
         >>> from stratagem.simulator.graph.models import mlp
         >>> graph = mlp([8, 8], batch=4)
         >>> [elasticity(each) for each in graph.operators if each.kind == "linear"]
-        [0.7]
+        [0.95]
     """
     return OF_OTHERS if kind_of(operator).product is None else OF_PRODUCTS
 
