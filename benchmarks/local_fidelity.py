@@ -74,7 +74,7 @@ from stratagem.profiler import (
     profile_updates,
     time_collectives,
 )
-from stratagem.runs.predicted_and_measured import compare
+from stratagem.runs.predicted_and_measured import compare, ratio_at_paces
 from stratagem.simulator.base.files import decode, encode
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
@@ -241,10 +241,7 @@ class Compared:
         if self.predicted.pace is None or not self.measured.paces:
             return []
         return [
-            statistics.median(
-                self.predicted.at_pace(pace) / took - 1
-                for pace, took in zip(paces, turn, strict=True)
-            )
+            ratio_at_paces(self.predicted, paces, turn) - 1
             for paces, turn in zip(self.measured.paces, self.measured.turns, strict=True)
         ]
 

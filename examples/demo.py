@@ -15,7 +15,6 @@ from stratagem.cli.shared.rich_tables import comparison_table, strategy_table
 from stratagem.executor import ExecutionResult
 from stratagem.executor.running.launch import launch
 from stratagem.executor.running.run_request import RunRequest
-from stratagem.runs.predicted_and_measured import Comparison
 from stratagem.simulator.base.units import format_duration
 
 OUT = Path("out")
@@ -84,24 +83,15 @@ def run_small_gpt() -> None:
     report_check(report)
     comparison = sg.compare(result.simulation, report)
     console.print(Padding(comparison_table(comparison), (1, 2), expand=False))
+    at_its_pace = f"; {comparison.pace_in_words}" if comparison.pace_in_words else ""
     say(
         f"Predicted {format_duration(result.simulation.step_time)}, measured "
         f"{format_duration(report.step_time)} a step (the median of {STEPS}): "
-        f"{comparison.relative_error:+.0%}.{at_its_pace(comparison)}"
+        f"{comparison.relative_error:+.0%}{at_its_pace}."
     )
     sg.plots.timelines([comparison.predicted], OUT / "small-gpt-predicted.png")
     comparison.save_plot(OUT / "small-gpt-predicted-over-measured.png")
     comparison.save_trace(OUT / "small-gpt-trace.json.gz")
-
-
-def at_its_pace(comparison: Comparison) -> str:
-    """How far a prediction is off for cores that are as fast as they were in the run."""
-    if comparison.at_pace is None or comparison.error_at_pace is None:
-        return ""
-    return (
-        f" For cores as fast as they were in the run, {format_duration(comparison.at_pace)} are "
-        f"predicted: {comparison.error_at_pace:+.0%}."
-    )
 
 
 def report_capture(graph: sg.OperatorGraph) -> None:

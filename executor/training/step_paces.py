@@ -40,10 +40,11 @@ class StepPaces:
 
     def of_all(self, comm: Communicator) -> tuple[tuple[float, ...], ...]:
         """Of every step the seconds of all ranks on rank 0, of this rank alone elsewhere."""
-        if self._kernel is None:
+        looked = self.of_steps()
+        if not looked:
             return ()
         everyone = tuple(range(comm.world_size))
-        own = torch.tensor(self.of_steps(), dtype=torch.int64)
+        own = torch.tensor(looked, dtype=torch.int64)
         gathered = comm.gather(own, [tuple(own.shape)] * comm.world_size, 0, everyone)
         columns = [own] if gathered is None else gathered
         return tuple(

@@ -74,7 +74,7 @@ def learn(
     graph = plan.on(graph)
     plan, parts = pass_graphs(plan, graph)
     took, paces = _seconds_by_task(timeline), paces or {}
-    pace = keep_pace(cache, environment, list(paces.values())) if paces else 0.0
+    pace = keep_pace(cache, environment, list(paces.values())) if paces else 1.0
     kept = 0
     for s, stage in enumerate(plan.stages):
         for name, choice in stage.choices.items():
@@ -84,8 +84,6 @@ def learn(
             for direction in _whole_passes(plan):
                 runs = [
                     [at_pace(each, paces.get(group, pace), pace, share) for each in lane]
-                    if paces
-                    else lane
                     for group, lane in took.get(f"{name} {direction.value}", [])
                 ]
                 slices = _slices_in_order(plan, s, direction)

@@ -123,9 +123,9 @@ class SearchCourse:
         start: Plan | None,
     ) -> StopReason:
         stages, early = self._know(listed, schedules[0], baselines)
-        self.known_strategies.go_downhill(self.budget.evaluations)
         if not self._shares.past(0.5)():
             self.known_strategies.check_buckets()
+        self.known_strategies.go_downhill(self.budget.evaluations)
         # A start is among the choices of its skeleton from the first, so that none is renumbered.
         own = [] if start is None else entry_of(start, self.space, self.incumbent, self.notes)
         if stages is None:

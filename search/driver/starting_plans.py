@@ -18,10 +18,10 @@ from stratagem.searcher.problem.priced_skeleton import NoChoiceError
 from stratagem.searcher.processes.search_clock import OutOfTimeError
 from stratagem.searcher.processes.worker_processes import Workers, WorkPart
 from stratagem.searcher.space.canonical_meshes import canonical
-from stratagem.searcher.space.choices import choices_of
+from stratagem.searcher.space.choices import Choices, choices_of
 from stratagem.searcher.space.schedule_traits import why_not_searched
 from stratagem.searcher.space.situation import LEAST_GAIN, rank
-from stratagem.searcher.space.skeletons import skeleton_of
+from stratagem.searcher.space.skeletons import Skeleton, skeleton_of
 from stratagem.simulator.base.units import format_bytes
 from stratagem.simulator.plan.plan import Plan
 from stratagem.simulator.sharding.choice_options import as_tried
@@ -252,9 +252,7 @@ class KnownStrategies:
         if space.is_small or not known or not evaluations:
             return
         best = min(known, key=rank)
-        skeleton, choices = canonical(
-            space.skeleton_of(best.plan), choices_of(best.plan), space.situation.cluster
-        )
+        skeleton, choices = self._canonical(best.plan)
         entry = SkeletonEntry(skeleton, 0.0, starts=[choices], simulation=best)
         if entry.num_axes > 2 or entry.num_passes > effort.near_passes(space.num_operators):
             return
@@ -282,16 +280,19 @@ class KnownStrategies:
         Args:
             slack: those that take more than so many times the best plan of all are left out.
         """
-        space, most = self._space, slack * self._incumbent.time
-        cluster = space.situation.cluster
-        found = []
+        most = slack * self._incumbent.time
         # The best comes last, so that it is the first start of its skeleton.
-        for known in sorted(self._admitted, key=rank, reverse=True):
-            plan = known.plan
-            if known.step_time <= most and not self._why_not(plan):
-                alike = canonical(space.skeleton_of(plan), choices_of(plan), cluster)
-                found.append(space.take(*alike, known))
+        found = [
+            self._space.take(*self._canonical(known.plan), known)
+            for known in sorted(self._admitted, key=rank, reverse=True)
+            if known.step_time <= most and not self._why_not(known.plan)
+        ]
         return first_policies(found[::-1])
+
+    def _canonical(self, plan: Plan) -> tuple[Skeleton, Choices]:
+        """The skeleton and the choices of a plan, on meshes as the search lists them."""
+        space = self._space
+        return canonical(space.skeleton_of(plan), choices_of(plan), space.situation.cluster)
 
     def _take_all(self, parts: Mapping[str, WorkPart[Proposed]]) -> None:
         for name, part in parts.items():

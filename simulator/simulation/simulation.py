@@ -149,9 +149,11 @@ class Simulation(SavedValue):
                 f"plan {self.plan.name!r} was not simulated with times that were brought to one "
                 "pace of the cores; profile it on CPUs, and simulate it again"
             )
-        return self.step_time * self.pace.slower(
-            reference_s, communicating=_communicating(self.timeline)
-        )
+        return self.step_time * self.pace.slower(reference_s, communicating=self._communicating)
+
+    @cached_property
+    def _communicating(self) -> float:
+        return _communicating(self.timeline)
 
     @property
     def tells_apart(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -172,6 +172,19 @@ class Comparison:
         """The same of what is predicted at the pace of the run; None where that is not known."""
         return None if self.at_pace is None else self.at_pace / self.rows[0].measured - 1
 
+    @property
+    def pace_in_words(self) -> str:
+        """What is predicted at the pace of the run, and its error; empty where it is not known.
+
+        Example:
+            >>> comparison.pace_in_words  # doctest: +SKIP
+            '333 ms for cores as fast as in the run (-1.8%)'
+        """
+        if self.at_pace is None or self.error_at_pace is None:
+            return ""
+        then = format_duration(self.at_pace)
+        return f"{then} for cores as fast as in the run ({self.error_at_pace:+.1%})"
+
     @cached_property
     def most_off(self) -> tuple[Reason, ...]:
         """The three tasks whose errors weigh most, and what the measured step shows of why."""
@@ -279,14 +292,8 @@ class Comparison:
     @property
     def _remarks(self) -> list[str]:
         """What the titles of the figure end with: the pace of the run, how full devices get."""
-        memory = self._memory_remarks or ["", ""]
-        if self.at_pace is None or self.error_at_pace is None:
-            return memory
-        pace = (
-            f"{format_duration(self.at_pace)} for cores as fast as in the run "
-            f"({self.error_at_pace:+.1%})"
-        )
-        return [", ".join(filter(None, (pace, memory[0]))), memory[1]]
+        predicted, measured = self._memory_remarks or ("", "")
+        return [", ".join(filter(None, (self.pace_in_words, predicted))), measured]
 
     @property
     def _memory_remarks(self) -> list[str]:
@@ -355,14 +362,15 @@ def compare(predicted: Timed, measured: Timed, path: str | Path | None = None) -
                 "`execute` gave"
             )
     counted = _counted(predicted, measured)
+    at_pace, note = _at_pace(predicted, measured)
     comparison = Comparison(
         replace(predicted.timeline, label="predicted"),
         replace(measured.timeline, label="measured"),
         _rows(predicted, measured, counted),
         _stage_rows(predicted, counted),
         _peaks(predicted, measured),
-        (*_notes(predicted), *_note_on_pace(predicted, measured)),
-        _at_pace(predicted, measured),
+        (*_notes(predicted), *note),
+        at_pace,
     )
     if path is not None:
         comparison.save_plot(path)
@@ -382,35 +390,42 @@ def _notes(predicted: Timed) -> tuple[str, ...]:
     )
 
 
-def _at_pace(predicted: Timed, measured: Timed) -> float | None:
-    """Seconds of a predicted step while cores are as fast as they were in the run.
+def ratio_at_paces(predicted: Simulation, paces: Iterable[float], times: Iterable[float]) -> float:
+    """What is predicted of a step at its own pace over what it took: the typical one of several.
 
-    Each step is compared at its own pace, as paces change within seconds, that of the slowest
-    core, for which the others wait; the typical error of all is that of the measured step.
+    Args:
+        predicted: at a pace that is known.
+        paces: of each step the seconds of the reference kernel around it; paces change within
+            seconds, and say most of what steps differ in.
+        times: of each step, in seconds.
+    """
+    # A step time is the lower median.
+    return median_high(
+        predicted.at_pace(pace) / took for pace, took in zip(paces, times, strict=True)
+    )
+
+
+def _at_pace(predicted: Timed, measured: Timed) -> tuple[float | None, tuple[str, ...]]:
+    """Seconds of a predicted step while cores are as fast as they were in the run, and a note.
+
+    The pace of a step is that of the slowest core, for which the others wait. None and no note
+    where the prediction or the run does not say at which pace it was made.
     """
     if not isinstance(predicted, Simulation) or predicted.pace is None:
-        return None
+        return None, ()
     if not isinstance(measured, Paced) or not measured.step_paces:
-        return None
-    steps = zip(measured.step_paces, measured.step_times, strict=True)
-    ratios = [predicted.at_pace(max(paces)) / took for paces, took in steps]
-    return measured.step_time * median_high(ratios)  # A step time is the lower median.
-
-
-def _note_on_pace(predicted: Timed, measured: Timed) -> Iterator[str]:
-    then = _at_pace(predicted, measured)
-    if then is None:
-        return
-    assert isinstance(predicted, Simulation)
-    assert isinstance(measured, Paced)
-    assert predicted.pace is not None
-    slower = median(map(max, measured.step_paces)) / predicted.pace.reference_s - 1
+        return None, ()
+    slowest = [max(paces) for paces in measured.step_paces]
+    ratio = ratio_at_paces(predicted, slowest, measured.step_times)
+    then = measured.step_time * ratio
+    slower = median(slowest) / predicted.pace.reference_s - 1
     which = "slower" if slower >= 0 else "faster"
-    yield (
+    note = (
         f"The slowest core was {abs(slower):.0%} {which} in the run than cores while operators "
         f"were timed, by a reference kernel; at that pace a step is predicted at "
-        f"{format_duration(then)} ({then / measured.step_time - 1:+.0%})."
+        f"{format_duration(then)} ({ratio - 1:+.0%})."
     )
+    return then, (note,)
 
 
 def _why(row: TaskRow, beside: float) -> str:

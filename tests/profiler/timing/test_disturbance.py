@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
@@ -25,12 +26,12 @@ from stratagem.profiler import (
 )
 from stratagem.profiler.cache.timing_keys import PACE_KIND, PaceOf, pace_key
 from stratagem.profiler.machine.drift_watch import DriftWatch, throttle_reasons
-from stratagem.profiler.timing import session
-from stratagem.profiler.timing.operator_timing import count_outliers
+from stratagem.profiler.timing import operator_timing, session
+from stratagem.profiler.timing.operator_timing import count_outliers, time_operator
 from stratagem.simulator.graph.models import mlp
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.hardware.core_pace import OF_PRODUCTS, OVER_A_RUN
-from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts
+from stratagem.simulator.kernel_times.cost_model import Direction, RooflineCosts, elasticity
 from stratagem.simulator.kernel_times.training import Training
 from stratagem.simulator.operators.operator import Operator
 
@@ -270,6 +271,35 @@ class TestPace:
         found = cache.own(pace_key(environment, whose))
         assert found is not None
         return found
+
+    def test_each_run_is_brought_to_one_pace(self, monkeypatch):
+        """A core that is slow for every other run: its times are as if it had not been."""
+        paces = itertools.cycle((1.0, 2.0, 2.0, 1.0, 1.5))
+        now = [1.0]
+
+        class Kernel:
+            def __init__(self, device):
+                pass
+
+            def seconds(self):
+                return 1.0
+
+            def glance(self):
+                return now[0]
+
+        def timed(run, clock, evict, *, warm=()):
+            now[0] = next(paces)
+            return 7.0 * now[0] ** elasticity(LINEAR), run()
+
+        monkeypatch.setattr(operator_timing, "ReferenceKernel", Kernel)
+        monkeypatch.setattr(operator_timing, "timed", timed)
+        timing = time_operator(
+            LINEAR, Training(), effort=Effort(seconds=0.0, min_repeats=3, evict_bytes=0)
+        )
+        for measured in (timing.forward, timing.backward):
+            assert measured.median_s == pytest.approx(7.0)
+            assert measured.spread == pytest.approx(0.0, abs=1e-9)
+        assert timing.reference_s == 1.0
 
     def test_times_are_brought_to_that_of_the_whole_profile(self, cache, monkeypatch) -> None:
         """From the second moment on everything takes 1.8 times as long: 1 + 2 at a pace of 1."""

@@ -45,7 +45,6 @@ from stratagem.simulator.kernel_times.cost_model import (
     CostSource,
     Direction,
     RooflineCosts,
-    elasticity,
     local_operator,
 )
 from stratagem.simulator.kernel_times.training import Training
@@ -294,33 +293,6 @@ class TestTiming:
         for one, following in itertools.pairwise(kept):
             if one[0] != timed.name and following[0] == timed.name:
                 assert one[1] != following[1]
-
-    def test_each_run_is_brought_to_one_pace(self, monkeypatch):
-        """A core that is slow for every other run: its times are as if it had not been."""
-        paces = itertools.cycle((1.0, 2.0, 2.0, 1.0, 1.5))
-        now = [1.0]
-
-        class Kernel:
-            def __init__(self, device):
-                pass
-
-            def seconds(self):
-                return 1.0
-
-            def glance(self):
-                return now[0]
-
-        def timed(run, clock, evict, *, warm=()):
-            now[0] = next(paces)
-            return 7.0 * now[0] ** elasticity(LINEAR), run()
-
-        monkeypatch.setattr(operator_timing, "ReferenceKernel", Kernel)
-        monkeypatch.setattr(operator_timing, "timed", timed)
-        timing = time_operator(LINEAR, Training(), effort=QUICK)
-        for measured in (timing.forward, timing.backward):
-            assert measured.median_s == pytest.approx(7.0)
-            assert measured.spread == pytest.approx(0.0, abs=1e-9)
-        assert timing.reference_s == 1.0
 
     def test_what_fits_in_memory_only_once_is_timed_by_itself(self, monkeypatch):
         checked = []

@@ -15,11 +15,10 @@ from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.bounds.compute_bound import ComputingBounds
 from stratagem.searcher.bounds.cutting_planes import lower_bound
 from stratagem.searcher.bounds.spanning_forest import minimise_forest, spanning_forest
-from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.linear_measures import PLAIN, Lookups, MeasureTables, longest_path
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import scored_arrays
+from stratagem.searcher.problem.scoring import WholeScores, peaks_of
 from stratagem.searcher.space.schedule_traits import searched_schedules
 from stratagem.searcher.space.situation import Situation
 from stratagem.searcher.space.skeletons import Options, Skeleton, all_skeletons, skeletons
@@ -38,16 +37,10 @@ from tests.support.plans import crossed
 def best_by_enumeration(problem: Problem) -> float:
     """Least step of all plans that fit; infinite if none does."""
     best = np.inf
-    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
-    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
-    dirty = np.full(problem.num_stages, _score_kernels.REPLAY, dtype=np.int64)
+    scores = WholeScores(problem)
     for choice in itertools.product(*(range(len(c)) for c in problem.choices)):
-        number = np.array(choice, dtype=np.int64)
-        score = float(
-            _score_kernels.score_plan(dirty, number, block_ns, profiles, scored_arrays(problem))
-        )
-        ranks = range(problem.capacities.size)
-        peaks = [int(_score_kernels.rank_peak(r, profiles, problem.ranks)) for r in ranks]
+        score = scores.of(np.array(choice, dtype=np.int64))
+        peaks = peaks_of(problem, scores.profiles)
         if all(peak <= cap for peak, cap in zip(peaks, problem.capacities, strict=True)):
             best = min(best, score)
     return best

@@ -16,10 +16,9 @@ from stratagem.searcher.bounds.block_measures import (
     steps_of,
 )
 from stratagem.searcher.bounds.cutting_planes import lower_bound
-from stratagem.searcher.problem import _score_kernels
 from stratagem.searcher.problem.linear_measures import BlockLookups, longest_path
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import scored_arrays
+from stratagem.searcher.problem.scoring import WholeScores
 from stratagem.searcher.space.skeletons import Options, all_skeletons
 from stratagem.simulator.base.arrays import Ints
 from stratagem.simulator.graph.models import gpt, llama, mlp, moe
@@ -27,18 +26,15 @@ from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Cluster
 from stratagem.simulator.kernel_times.fitted_kernels import default_costs
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.schedules.work_kinds import SEND
 from tests.search.bounds.test_bound import tiny_cluster
 from tests.support.examples import examples
 
 
 def makespans(problem: Problem, choice: Ints) -> Ints:
     """[kinds, stages], ns of every block, played alone."""
-    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
-    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
-    dirty = np.full(problem.num_stages, _score_kernels.REPLAY, dtype=np.int64)
-    _score_kernels.score_plan(dirty, choice, block_ns, profiles, scored_arrays(problem))
-    return block_ns
+    scores = WholeScores(problem)
+    scores.of(choice)
+    return scores.block_ns
 
 
 MODELS: dict[str, OperatorGraph] = {

@@ -10,17 +10,15 @@ import pytest
 
 from stratagem.searcher.annealing.chains import AnnealingChain
 from stratagem.searcher.problem import exhaustive as module
-from stratagem.searcher.problem._score_kernels import REPLAY, score_plan
 from stratagem.searcher.problem.exhaustive import exhaustive
 from stratagem.searcher.problem.priced_skeleton import Problem, make_problem
-from stratagem.searcher.problem.scoring import peaks_of, scored_arrays
+from stratagem.searcher.problem.scoring import WholeScores, peaks_of
 from stratagem.searcher.space.skeletons import Skeleton, skeletons
 from stratagem.simulator.graph.models import gpt, mlp
 from stratagem.simulator.graph.operator_graph import OperatorGraph
 from stratagem.simulator.hardware.cluster import Calibration, Cluster
 from stratagem.simulator.kernel_times.cost_model import RooflineCosts
 from stratagem.simulator.kernel_times.training import Training
-from stratagem.simulator.schedules.work_kinds import SEND
 from stratagem.simulator.simulation.simulation import Simulation, simulate_plan
 
 COSTS = RooflineCosts()
@@ -107,11 +105,8 @@ def test_replaying_only_what_changed_scores_as_from_scratch() -> None:
 
 def scored_from_nothing(problem: Problem, choice: np.ndarray) -> tuple[float, list[int]]:
     """The score of a plan of which every block is played, and the peaks of its ranks."""
-    block_ns = np.zeros((SEND, problem.num_stages), dtype=np.int64)
-    profiles = np.zeros((problem.num_stages, 6), dtype=np.int64)
-    dirty = np.full(problem.num_stages, REPLAY, dtype=np.int64)
-    score = score_plan(dirty, choice, block_ns, profiles, scored_arrays(problem))
-    return score, peaks_of(problem, profiles)
+    scores = WholeScores(problem)
+    return scores.of(choice), peaks_of(problem, scores.profiles)
 
 
 @pytest.mark.slow
